@@ -1,0 +1,72 @@
+"""Options of the executor and what it reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areal_dta.plan import Schedule
+from areal_dta.tree import PrefixTree
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorConfig:
+    """How the tree is traversed. No value changes results beyond rounding.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
+
+    block_tokens: int = 512
+    """Most tokens of one model call."""
+    retain_tokens: int | None = None
+    """Most tokens whose autograd graph may wait for the backward: 0 keeps none and
+    recomputes (least memory), None keeps all."""
+    temperature: float = 1.0
+    """Logits are divided by it before the softmax."""
+    attention_backend: str = "auto"
+    """A name in ``executor.backends.BACKENDS``; ``auto`` picks by device and dtype."""
+
+    def __post_init__(self) -> None:
+        if self.block_tokens < 1:
+            raise ValueError(f"block_tokens={self.block_tokens}; expected at least 1")
+        if self.retain_tokens is not None and self.retain_tokens < 0:
+            raise ValueError(
+                f"retain_tokens={self.retain_tokens}; expected None (keep all graphs) "
+                "or a number >= 0"
+            )
+        if not self.temperature > 0:
+            raise ValueError(f"temperature={self.temperature}; expected a number > 0")
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionStats:
+    """Counts of one traversal."""
+
+    num_sequences: int
+    num_sequence_tokens: int
+    num_tree_tokens: int
+    num_blocks: int
+    num_forward_tokens: int
+    """Tokens run forward, recomputed ones counted twice."""
+    num_recomputed_tokens: int
+    peak_graph_tokens: int
+    peak_kv_tokens: int
+
+    @classmethod
+    def of(cls, tree: PrefixTree, schedule: Schedule) -> ExecutionStats:
+        return cls(
+            num_sequences=tree.num_sequences,
+            num_sequence_tokens=tree.num_sequence_tokens,
+            num_tree_tokens=tree.num_tree_tokens,
+            num_blocks=schedule.num_blocks,
+            num_forward_tokens=schedule.num_forward_tokens,
+            num_recomputed_tokens=schedule.num_recomputed_tokens,
+            peak_graph_tokens=schedule.peak_graph_tokens,
+            peak_kv_tokens=schedule.peak_kv_tokens,
+        )
+
+    @property
+    def sharing_ratio(self) -> float:
+        if self.num_tree_tokens == 0:
+            return 1.0
+        return self.num_sequence_tokens / self.num_tree_tokens

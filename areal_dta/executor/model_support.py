@@ -1,0 +1,172 @@
+"""Which models can be split at a prefix, judged by what they ask for.
+
+Exact: decoders whose layers mix tokens only in causal softmax attention with positions
+that depend on the token's depth alone. Everything else is refused by name, at start-up
+where the config tells, else at the first block; nothing is silently ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+# Keyword arguments of attention calls that change nothing here: bookkeeping, or facts
+# about packing and caches that a tree block does not have.
+_HARMLESS = frozenset(
+    {
+        "position_ids",
+        "position_embeddings",
+        "cache_position",
+        "use_cache",
+        "past_key_values",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "num_items_in_batch",
+        "logits_to_keep",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    }
+)
+_SPLITTABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+_REFUSED_ROPE = {
+    "dynamic": "depends on the length of the whole call",
+    "longrope": "depends on the length of the whole call",
+}
+_REMEDY = "use the dense engine (actor.backend=fsdp:…) for this model"
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be trained on prefix trees without changing its result."""
+
+
+def check_model_supported(model: nn.Module, training: bool = True) -> None:
+    """Refuse what the config or the modules already show to be impossible.
+
+    Raises:
+        UnsupportedModelError: names the model, the reason and the remedy.
+    """
+    config: Any = getattr(model, "config", None)
+    name = type(model).__name__
+    reasons = [] if config is not None else ["it has no Hugging Face config"]
+    if config is not None:
+        reasons += _config_reasons(config)
+    for path, module in model.named_modules():
+        if isinstance(module, nn.RNNBase | nn.Conv1d):
+            kind = type(module).__name__
+            reasons.append(f"{path} ({kind}) mixes tokens outside attention")
+            break
+    if training:
+        reasons += _training_reasons(model)
+    if reasons:
+        raise UnsupportedModelError(
+            f"{name} cannot be trained on prefix trees: {'; '.join(reasons)}; {_REMEDY}"
+        )
+
+
+def _config_reasons(config: Any) -> list[str]:
+    reasons = []
+    if getattr(config, "is_encoder_decoder", False):
+        reasons.append("it is an encoder-decoder")
+    if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
+        reasons.append("multimodal inputs cannot be split at a prefix")
+    layer_types = getattr(config, "layer_types", None) or []
+    odd = sorted(set(layer_types) - _SPLITTABLE_LAYERS)
+    if odd:
+        reasons.append(f"layer types {odd} cannot be split at a prefix")
+    for key in ("attn_logit_softcapping", "attention_logit_softcapping"):
+        if getattr(config, key, None):
+            reasons.append(f"{key}={getattr(config, key)}: soft-capped attention")
+    if getattr(config, "alibi", False):
+        reasons.append("alibi biases")
+    for rope_type in _rope_types(config):
+        if rope_type in _REFUSED_ROPE:
+            reasons.append(f"rope_type={rope_type!r} {_REFUSED_ROPE[rope_type]}")
+    return reasons
+
+
+def _rope_types(config: Any) -> set[str]:
+    """RoPE types in use; newer configs nest one set of parameters a layer type."""
+    found = set()
+    for name in ("rope_parameters", "rope_scaling"):
+        parameters = getattr(config, name, None)
+        if not isinstance(parameters, dict):
+            continue
+        nested = [v for v in parameters.values() if isinstance(v, dict)]
+        for entry in [parameters, *nested]:
+            rope_type = entry.get("rope_type", entry.get("type"))
+            if rope_type:
+                found.add(str(rope_type))
+    return found
+
+
+def _training_reasons(model: nn.Module) -> list[str]:
+    reasons = []
+    if getattr(model, "is_gradient_checkpointing", False):
+        reasons.append(
+            "gradient checkpointing is on: it would run attention again on a path that "
+            "has changed; switch it off, retain_tokens bounds memory instead"
+        )
+    config = getattr(model, "config", None)
+    dropped = [
+        f"{key}={value}"
+        for key, value in (config.to_dict() if config is not None else {}).items()
+        if isinstance(value, float)
+        and value > 0
+        and ("dropout" in key or key in ("attn_pdrop", "embd_pdrop", "resid_pdrop"))
+        and "classifier" not in key
+    ]
+    if dropped and model.training:
+        reasons.append(
+            f"{', '.join(dropped)}: dropout differs between the visits of a shared "
+            "token; set it to 0"
+        )
+    return reasons
+
+
+def check_attention_call(
+    module: nn.Module,
+    query: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float,
+    max_depth: int,
+    kwargs: dict[str, Any],
+) -> None:
+    """Refuse what a layer asks for and a tree block does not do.
+
+    Raises:
+        UnsupportedModelError: names the layer, what it asked for and the remedy.
+    """
+    asked = {k: v for k, v in kwargs.items() if v is not None and k not in _HARMLESS}
+    window = asked.pop("sliding_window", None)
+    problem = None
+    if window is not None and max_depth > window:
+        problem = f"sliding_window={window} is shorter than the path ({max_depth})"
+    elif asked.pop("is_causal", True) is False or (
+        getattr(module, "is_causal", True) is False
+    ):
+        problem = "it is not causal"
+    elif query.shape[0] != 1:
+        problem = f"it was called with a batch of {query.shape[0]}, expected 1"
+    elif attention_mask is not None:
+        problem = "it builds an attention mask of its own"
+    elif dropout:
+        problem = f"dropout={dropout}; expected 0"
+    elif asked:
+        named = ", ".join(f"{k}={_brief(v)}" for k, v in sorted(asked.items()))
+        problem = f"its attention asks for {named}"
+    if problem:
+        layer = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+        raise UnsupportedModelError(
+            f"{layer} cannot run on a prefix tree: {problem}; {_REMEDY}"
+        )
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"tensor{list(value.shape)}"
+    return repr(value)[:40]

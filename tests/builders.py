@@ -1,0 +1,31 @@
+"""Small trees and strategies that several test packages share."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from areal_dta.tree import PrefixTree
+
+
+def make_tree(*words: str) -> PrefixTree:
+    """``make_tree("ab", "ac")``: one token a letter."""
+    return PrefixTree.from_sequences([[ord(c) for c in word] for word in words])
+
+
+def random_batch(
+    rng: np.random.Generator, num_sequences: int, max_length: int, vocab_size: int
+) -> list[list[int]]:
+    """Sequences that branch off one another, with duplicates and strict prefixes."""
+    batch: list[list[int]] = []
+    for _ in range(num_sequences):
+        base = batch[rng.integers(len(batch))] if batch and rng.random() < 0.8 else []
+        keep = int(rng.integers(0, len(base) + 1))
+        num_new = int(rng.integers(0, max(1, max_length - keep) + 1))
+        sequence = base[:keep] + rng.integers(0, vocab_size, num_new).tolist()
+        batch.append(sequence or [int(rng.integers(vocab_size))])
+    return batch
+
+
+def batches(max_sequences: int = 10, max_length: int = 12, vocab_size: int = 3):
+    """Hypothesis strategy: batches over few tokens, so that they share a lot."""
+    sequence = st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=max_length)
+    return st.lists(sequence, min_size=0, max_size=max_sequences)

@@ -1,0 +1,84 @@
+"""Small random models of each architecture, and norms that keep fp64."""
+
+import types
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+VOCAB_SIZE = 40
+SMALL = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# The architectures that the executor promises, with what makes each special.
+ARCHITECTURES = {
+    "llama": {},
+    "llama-gqa4": {"num_key_value_heads": 1},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3-tied": {"tie_word_embeddings": True},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+    "mistral": {"sliding_window": None},
+}
+
+
+def tiny_model(
+    name: str = "qwen3", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
+) -> PreTrainedModel:
+    """A random model; ``name`` is a model type, or one with a suffix as above."""
+    sizes = SMALL | ARCHITECTURES.get(name, {}) | overrides
+    config = CONFIG_MAPPING[name.split("-")[0]](**sizes)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    with torch.no_grad():  # init leaves norms at one and biases at zero
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    model = model.to(dtype).train()
+    if dtype == torch.float64:
+        keep_norms_in_fp64(model)
+    return model
+
+
+def keep_norms_in_fp64(model: nn.Module) -> None:
+    """Transformers casts RMSNorm inputs to fp32, which alone costs 1e-7."""
+
+    def forward(self, hidden_states):
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        return self.weight * hidden_states * torch.rsqrt(variance + self.eps_fp64)
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.eps_fp64 = module.variance_epsilon
+            module.forward = types.MethodType(forward, module)
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    """All gradients as one vector, in fp64; and set them to None."""
+    flat = [
+        (torch.zeros_like(p) if p.grad is None else p.grad).double().flatten()
+        for p in model.parameters()
+    ]
+    model.zero_grad(set_to_none=True)
+    return torch.cat(flat)
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of the expected."""
+    norm = float(expected.norm())
+    return float((got - expected).norm()) / (norm if norm > 0 else 1.0)
