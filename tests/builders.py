@@ -3,12 +3,20 @@
 import numpy as np
 from hypothesis import strategies as st
 
+from areal_dta.plan import Reads
 from areal_dta.tree import PrefixTree
 
 
 def make_tree(*words: str) -> PrefixTree:
     """``make_tree("ab", "ac")``: one token a letter."""
     return PrefixTree.from_sequences([[ord(c) for c in word] for word in words])
+
+
+def every_token(tree: PrefixTree) -> Reads:
+    """As if a further output were read at every token, a leaf's last one included."""
+    read = Reads.all(tree)
+    row_T = np.ones_like(read.row_T)
+    return Reads(read.edge_T, row_T, tuple(node.num_tokens for node in tree.nodes))
 
 
 def random_batch(

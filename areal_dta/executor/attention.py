@@ -51,6 +51,10 @@ class BlockAttention:
     values: dict[int, Tensor] = field(default_factory=dict)
     num_calls: int = 0
 
+    def restart(self) -> None:
+        """Forget a call of the model, to run the block once more."""
+        self.keys, self.values, self.num_calls = {}, {}, 0
+
 
 _active_block: ContextVar[BlockAttention | None] = ContextVar(
     "areal_dta_active_block", default=None

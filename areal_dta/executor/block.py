@@ -1,6 +1,6 @@
 """One block: the tensors of some segments, and one call of the model on them."""
 
-# S = block tokens, R = logit rows (positions with a label), E = edges (labels)
+# S = block tokens, R = rows (positions that are read), E = edges (labels)
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from transformers import PreTrainedModel
 from areal_dta.executor.attention import BlockAttention, active_block
 from areal_dta.executor.backends import Mask
 from areal_dta.executor.config import ExecutorConfig
+from areal_dta.executor.head_capture import HeadCapture
 from areal_dta.executor.path_cache import PathCache
-from areal_dta.executor.token_head import token_logprobs
-from areal_dta.plan import Fragmentation
+from areal_dta.executor.token_head import (
+    Labels,
+    fused_token_logprobs,
+    token_logprobs,
+)
+from areal_dta.plan import Fragmentation, Segment
 from areal_dta.tree import PrefixTree
 
 
@@ -30,27 +35,23 @@ class TreeTensors:
     cut: Fragmentation
     tokens: Tensor
     """[tree tokens], int64."""
-    child_segments: tuple[tuple[int, ...], ...]
     max_depth: int
 
     @classmethod
     def of(
         cls, tree: PrefixTree, cut: Fragmentation, device: torch.device
     ) -> TreeTensors:
-        children: list[list[int]] = [[] for _ in cut.segments]
-        for segment in cut.segments:
-            if segment.parent >= 0:
-                children[segment.parent].append(segment.index)
         tokens = np.concatenate(
             [node.tokens for node in tree.nodes] or [np.empty(0, np.int64)]
         )
-        return cls(
-            tree=tree,
-            cut=cut,
-            tokens=torch.from_numpy(tokens).to(device),
-            child_segments=tuple(map(tuple, children)),
-            max_depth=tree.max_depth,
-        )
+        return cls(tree, cut, torch.from_numpy(tokens).to(device), tree.max_depth)
+
+    def next_tokens(self, segment: Segment) -> list[int]:
+        """Tree tokens that may follow a segment's last one."""
+        node = self.tree.nodes[segment.node]
+        if segment.end < node.end:
+            return [segment.first_token + segment.num_tokens]
+        return [self.tree.nodes[c].first_token for c in node.children]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,9 @@ class BlockLayout:
     """Tree token index of each position."""
     depth_S: np.ndarray
     row_R: np.ndarray
-    """Positions that have at least one label."""
+    """Positions that outputs are read from."""
     edge_row_E: np.ndarray
-    """Which of the rows predicts the edge's token."""
+    """Which of the rows predicts the edge's token; ascending."""
     edge_token_E: np.ndarray
     """Tree token index of the predicted token: an edge's name in the whole tree."""
     visible_SS: np.ndarray | None
@@ -74,7 +75,7 @@ class BlockLayout:
 
 def lay_out(tensors: TreeTensors, segments: Sequence[int]) -> BlockLayout:
     """Lay segments out one behind the other; parents must precede children."""
-    all_segments = tensors.cut.segments
+    all_segments, reads = tensors.cut.segments, tensors.cut.reads
     offsets: dict[int, int] = {}
     size = 0
     for index in segments:
@@ -90,14 +91,14 @@ def lay_out(tensors: TreeTensors, segments: Sequence[int]) -> BlockLayout:
         end = offset + s.num_tokens
         token_S[offset:end] = np.arange(s.first_token, s.first_token + s.num_tokens)
         depth_S[offset:end] = np.arange(s.start, s.end)
+        following = np.array(tensors.next_tokens(s), np.int64)
         edge_position.append(np.arange(offset, end - 1))
-        edge_token.append(token_S[offset + 1 : end])
-        children = tensors.child_segments[index]
-        edge_position.append(np.full(len(children), end - 1, np.int64))
-        edge_token.append(
-            np.array([all_segments[c].first_token for c in children], np.int64)
-        )
-    row_R, edge_row_E = np.unique(np.concatenate(edge_position), return_inverse=True)
+        edge_position.append(np.full(len(following), end - 1, np.int64))
+        edge_token += [token_S[offset + 1 : end], following]
+    position_E, token_E = np.concatenate(edge_position), np.concatenate(edge_token)
+    is_read = reads.edge_T[token_E]
+    position_E, token_E = position_E[is_read], token_E[is_read]
+    row_R = np.flatnonzero(reads.row_T[token_S])
 
     first, *rest = segments
     pairs = zip(segments, rest, strict=False)
@@ -107,8 +108,8 @@ def lay_out(tensors: TreeTensors, segments: Sequence[int]) -> BlockLayout:
         token_S=token_S,
         depth_S=depth_S,
         row_R=row_R,
-        edge_row_E=edge_row_E,
-        edge_token_E=np.concatenate(edge_token),
+        edge_row_E=np.searchsorted(row_R, position_E),
+        edge_token_E=token_E,
         visible_SS=None if is_chain else _visibility(tensors.cut, offsets, size),
     )
 
@@ -138,56 +139,97 @@ class BlockOutput:
     values: list[Tensor]
 
 
-def run_block(
-    model: PreTrainedModel,
-    config: ExecutorConfig,
-    tensors: TreeTensors,
-    path: PathCache,
-    path_tokens: int,
-    segments: Sequence[int],
-    keep_kv: bool,
-) -> BlockOutput:
-    """Call the model on ``segments`` behind the path that ``path`` holds.
+class BlockRunner:
+    """Calls a model on the blocks of one tree."""
 
-    Raises:
-        UnsupportedModelError: a layer asks for something a tree cannot give.
-    """
-    layout = lay_out(tensors, segments)
-    device = tensors.tokens.device
-    token_S = torch.from_numpy(layout.token_S).to(device)
-    row_R = torch.from_numpy(layout.row_R).to(device)
-    visible = None
-    if layout.visible_SS is not None:
-        visible = torch.from_numpy(layout.visible_SS).to(device)
-    block = BlockAttention(
-        path=path,
-        path_tokens=path_tokens,
-        mask=Mask(causal=visible is None, visible_SS=visible),
-        backend_name=config.attention_backend,
-        max_depth=tensors.max_depth,
-        keep_kv=keep_kv,
-    )
-    num_layers = len(path.layers)
-    with active_block(block, num_layers):
-        call: Any = model
-        logits = call(
-            input_ids=tensors.tokens[token_S][None],
-            position_ids=torch.from_numpy(layout.depth_S).to(device)[None],
-            use_cache=False,
-            # a block without labels still needs its K/V: project one row, read none
-            logits_to_keep=row_R if len(row_R) else 1,
-        ).logits[0]
-    edge_token_E = torch.from_numpy(layout.edge_token_E).to(device)
-    logprob_E, entropy_R = token_logprobs(
-        logits[: len(row_R)],
-        torch.from_numpy(layout.edge_row_E).to(device),
-        tensors.tokens[edge_token_E],
-        config.temperature,
-    )
-    return BlockOutput(
-        layout=layout,
-        logprob_E=logprob_E,
-        entropy_R=entropy_R,
-        keys=[block.keys[i] for i in range(num_layers)] if keep_kv else [],
-        values=[block.values[i] for i in range(num_layers)] if keep_kv else [],
-    )
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        config: ExecutorConfig,
+        head: HeadCapture,
+        tensors: TreeTensors,
+        path: PathCache,
+    ) -> None:
+        self._model, self._config, self._head = model, config, head
+        self._tensors, self._path = tensors, path
+
+    def run(
+        self, path_tokens: int, segments: Sequence[int], keep_kv: bool
+    ) -> BlockOutput:
+        """Call the model on ``segments`` behind the path that the cache holds.
+
+        Raises:
+            UnsupportedModelError: a layer asks for something a tree cannot give.
+        """
+        layout = lay_out(self._tensors, segments)
+        block = BlockAttention(
+            path=self._path,
+            path_tokens=path_tokens,
+            mask=self._mask(layout),
+            backend_name=self._config.attention_backend,
+            max_depth=self._tensors.max_depth,
+            keep_kv=keep_kv,
+        )
+        logprob_E, entropy_R = self._outputs(layout, block)
+        layers = range(len(self._path.layers)) if keep_kv else []
+        return BlockOutput(
+            layout=layout,
+            logprob_E=logprob_E,
+            entropy_R=entropy_R,
+            keys=[block.keys[i] for i in layers],
+            values=[block.values[i] for i in layers],
+        )
+
+    def _mask(self, layout: BlockLayout) -> Mask:
+        if layout.visible_SS is None:
+            return Mask(causal=True)
+        return Mask(visible_SS=self._on_device(layout.visible_SS))
+
+    def _outputs(
+        self, layout: BlockLayout, block: BlockAttention
+    ) -> tuple[Tensor, Tensor]:
+        labels = Labels(
+            row_E=self._on_device(layout.edge_row_E),
+            label_E=self._tensors.tokens[self._on_device(layout.edge_token_E)],
+            edges_before_row=tuple(
+                np.searchsorted(
+                    layout.edge_row_E, np.arange(len(layout.row_R) + 1)
+                ).tolist()
+            ),
+        )
+        temperature = self._config.temperature
+        if self._head.is_usable:
+            with self._head.bypassed():
+                hidden = self._head.take(self._call(layout, block))
+            if hidden is not None:
+                return fused_token_logprobs(
+                    hidden[0, : len(layout.row_R)],
+                    self._head.weight,
+                    self._head.bias,
+                    labels,
+                    temperature,
+                    self._config.logit_chunk_elements,
+                )
+            block.restart()
+        logits = self._call(layout, block)[0, : len(layout.row_R)]
+        return token_logprobs(logits, labels, temperature)
+
+    def _call(self, layout: BlockLayout, block: BlockAttention) -> Tensor:
+        """The model's logits (or what takes their place), [1, R, ...]."""
+        model: Any = self._model
+        token_S = self._on_device(layout.token_S)
+        with active_block(block, len(self._path.layers)):
+            output = model(
+                input_ids=self._tensors.tokens[token_S][None],
+                position_ids=self._on_device(layout.depth_S)[None],
+                use_cache=False,
+                # a block may be there for its K/V alone: project one row, read none
+                logits_to_keep=self._on_device(layout.row_R)
+                if len(layout.row_R)
+                else 1,
+            )
+        logits: Tensor = output.logits
+        return logits
+
+    def _on_device(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._tensors.tokens.device)

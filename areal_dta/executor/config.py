@@ -26,6 +26,9 @@ class ExecutorConfig:
     attention_backend: str = "auto"
     """A name in ``executor.backends.BACKENDS``; ``auto`` picks by device and dtype."""
 
+    logit_chunk_elements: int = 2**25
+    """Most logits held at a time (128 MiB in fp32)."""
+
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
             raise ValueError(f"block_tokens={self.block_tokens}; expected at least 1")
@@ -33,6 +36,10 @@ class ExecutorConfig:
             raise ValueError(
                 f"retain_tokens={self.retain_tokens}; expected None (keep all graphs) "
                 "or a number >= 0"
+            )
+        if self.logit_chunk_elements < 1:
+            raise ValueError(
+                f"logit_chunk_elements={self.logit_chunk_elements}; expected at least 1"
             )
         if not self.temperature > 0:
             raise ValueError(f"temperature={self.temperature}; expected a number > 0")
@@ -46,6 +53,10 @@ class ExecutionStats:
     num_sequence_tokens: int
     num_tree_tokens: int
     num_blocks: int
+    num_computed_tokens: int
+    """Tree tokens that outputs depend on: what is run at least once."""
+    num_rows: int
+    """Positions that outputs are read from, projected onto the vocabulary."""
     num_forward_tokens: int
     """Tokens run forward, recomputed ones counted twice."""
     num_recomputed_tokens: int
@@ -59,6 +70,8 @@ class ExecutionStats:
             num_sequence_tokens=tree.num_sequence_tokens,
             num_tree_tokens=tree.num_tree_tokens,
             num_blocks=schedule.num_blocks,
+            num_computed_tokens=schedule.cut.reads.num_computed_tokens,
+            num_rows=schedule.cut.reads.num_rows,
             num_forward_tokens=schedule.num_forward_tokens,
             num_recomputed_tokens=schedule.num_recomputed_tokens,
             peak_graph_tokens=schedule.peak_graph_tokens,

@@ -23,17 +23,27 @@ from transformers import PreTrainedModel
 
 from areal_dta.executor.attention import tree_attention
 from areal_dta.executor.backends import accumulation_dtype
-from areal_dta.executor.block import BlockOutput, TreeTensors, run_block
+from areal_dta.executor.block import BlockOutput, BlockRunner, TreeTensors
 from areal_dta.executor.config import ExecutionStats, ExecutorConfig
+from areal_dta.executor.head_capture import HeadCapture
 from areal_dta.executor.model_support import check_model_supported
 from areal_dta.executor.path_cache import PathCache, TrunkCache
 from areal_dta.executor.reference import SequenceLoss, SequenceOutput
-from areal_dta.plan import Fragment, Schedule, Step, StepKind, build_schedule
+from areal_dta.plan import (
+    Fragment,
+    Reads,
+    Schedule,
+    Step,
+    StepKind,
+    build_schedule,
+)
 from areal_dta.tree import PrefixTree
 
 GroupLoss = Callable[[list[int], list[Tensor], list[Tensor]], Tensor]
 """(indices, logprobs, entropies of each) -> scalar tensor: the loss of the sequences
 that end in one block, together."""
+Positions = Sequence[np.ndarray]
+"""Per sequence a mask [len-1], true where entry t of its outputs is read."""
 
 
 class TreeExecutor:
@@ -52,22 +62,36 @@ class TreeExecutor:
         self.config = config or ExecutorConfig()
         self.last_stats: ExecutionStats | None = None
         check_model_supported(model, training=False)
+        self._head = HeadCapture(model)
 
-    def forward(self, tree: PrefixTree) -> list[SequenceOutput]:
-        """Logprobs and entropies of every sequence, in input order, no gradients."""
+    def forward(
+        self, tree: PrefixTree, positions: Positions | None = None
+    ) -> list[SequenceOutput]:
+        """Logprobs and entropies of every sequence, in input order, no gradients.
+
+        With ``positions`` only what they name is computed; the rest is 0.
+        """
         with torch.no_grad():
-            traversal = self._traverse(tree, None)
+            traversal = self._traverse(tree, None, positions)
         return [traversal.output(i) for i in range(tree.num_sequences)]
 
-    def forward_backward(self, tree: PrefixTree, sequence_loss: SequenceLoss) -> float:
+    def forward_backward(
+        self,
+        tree: PrefixTree,
+        sequence_loss: SequenceLoss,
+        positions: Positions | None = None,
+    ) -> float:
         """Sum of ``sequence_loss`` over the sequences; gradients accumulate.
 
         ``sequence_loss(index, logprobs, entropy)`` gets detached values that require
-        grad, [len-1] each, and returns a scalar. Both arguments carry gradients.
+        grad, [len-1] each, and returns a scalar. Both arguments carry gradients. With
+        ``positions`` only what they name is computed, the rest is 0 and must not
+        be learned from.
 
         Raises:
             UnsupportedModelError: the model, as it is set now, cannot be trained.
-            ValueError: a loss is not a scalar tensor.
+            ValueError: a loss is not a scalar tensor, or has a gradient at a position
+                that was skipped.
         """
 
         def group_loss(
@@ -76,9 +100,14 @@ class TreeExecutor:
             losses = map(sequence_loss, indices, logprobs, entropies)
             return torch.stack([_scalar(loss) for loss in losses]).sum()
 
-        return self.forward_backward_groups(tree, group_loss)
+        return self.forward_backward_groups(tree, group_loss, positions)
 
-    def forward_backward_groups(self, tree: PrefixTree, group_loss: GroupLoss) -> float:
+    def forward_backward_groups(
+        self,
+        tree: PrefixTree,
+        group_loss: GroupLoss,
+        positions: Positions | None = None,
+    ) -> float:
         """As ``forward_backward``, the sequences that end in one block together.
 
         ``group_loss`` is called once for each block in which sequences end, in
@@ -86,14 +115,23 @@ class TreeExecutor:
         """
         check_model_supported(self.model, training=True)
         with torch.enable_grad():
-            return self._traverse(tree, group_loss).total_loss
+            return self._traverse(tree, group_loss, positions).total_loss
 
-    def _traverse(self, tree: PrefixTree, loss: GroupLoss | None) -> _Traversal:
+    def _traverse(
+        self,
+        tree: PrefixTree,
+        loss: GroupLoss | None,
+        positions: Positions | None,
+    ) -> _Traversal:
         config = self.config
         schedule = build_schedule(
-            tree, config.block_tokens, config.retain_tokens, training=loss is not None
+            tree,
+            config.block_tokens,
+            config.retain_tokens,
+            training=loss is not None,
+            reads=None if positions is None else Reads.at(tree, positions),
         )
-        traversal = _Traversal(self.model, config, tree, schedule, loss)
+        traversal = _Traversal(self.model, config, self._head, tree, schedule, loss)
         if schedule.steps:
             with tree_attention(self.model):
                 for step in schedule.steps:
@@ -101,6 +139,7 @@ class TreeExecutor:
                         traversal.enter(step)
                     else:
                         traversal.exit(step)
+        traversal.finish()
         self.last_stats = ExecutionStats.of(tree, schedule)
         return traversal
 
@@ -125,19 +164,21 @@ class _Traversal:
         self,
         model: PreTrainedModel,
         config: ExecutorConfig,
+        head: HeadCapture,
         tree: PrefixTree,
         schedule: Schedule,
         loss: GroupLoss | None,
     ) -> None:
-        self._model, self._config, self._loss = model, config, loss
+        self._loss = loss
         self._tree, self._schedule = tree, schedule
         fragments = schedule.cut.fragments
         parameter = next(model.parameters())
         self._device = parameter.device
-        self._tensors = TreeTensors.of(tree, schedule.cut, self._device)
         num_layers = model.config.get_text_config().num_hidden_layers
         capacity = max((f.path_tokens for f in fragments), default=0)
         self._path = PathCache(num_layers, capacity, with_grad=loss is not None)
+        tensors = TreeTensors.of(tree, schedule.cut, self._device)
+        self._runner = BlockRunner(model, config, head, tensors, self._path)
         self._open: list[_OpenFragment] = []
         # 4 bytes a tree token each: small beside one layer's K/V, so not path-bound.
         # A logprob is filed under the token that it predicts, an entropy under the
@@ -148,6 +189,10 @@ class _Traversal:
         self._entropy = torch.zeros_like(self._logprob)
         self._grad_logprob = torch.zeros_like(self._logprob)
         self._grad_entropy = torch.zeros_like(self._logprob)
+        self._edge_is_read = torch.from_numpy(schedule.cut.reads.edge_T).to(device)
+        self._row_is_read = torch.from_numpy(schedule.cut.reads.row_T).to(device)
+        self._reads_all = bool(schedule.cut.reads.edge_T.sum() == _num_edges(tree))
+        self._entropy_has_grad = False
         self.total_loss = 0.0
 
     def enter(self, step: Step) -> None:
@@ -186,6 +231,12 @@ class _Traversal:
         if fragment.sequences:
             self._inject_losses(self._loss, list(fragment.sequences))
         self._backward(fragment, block, opened)
+
+    def finish(self) -> None:
+        """The losses of sequences of which nothing is computed."""
+        unread = list(self._schedule.cut.unread_sequences)
+        if self._loss is not None and unread:
+            self._inject_losses(self._loss, unread)
 
     def output(self, sequence: int) -> SequenceOutput:
         index = self._indices(sequence)
@@ -235,15 +286,7 @@ class _Traversal:
         keep_kv: bool,
     ) -> BlockOutput:
         with torch.set_grad_enabled(with_grad):
-            block = run_block(
-                self._model,
-                self._config,
-                self._tensors,
-                self._path,
-                fragment.path_tokens,
-                segments,
-                keep_kv,
-            )
+            block = self._runner.run(fragment.path_tokens, segments, keep_kv)
         edges = torch.from_numpy(block.layout.edge_token_E).to(self._device)
         self._logprob[edges] = block.logprob_E.detach()
         self._entropy[self._row_tokens(block)] = block.entropy_R.detach()
@@ -267,9 +310,27 @@ class _Traversal:
         for n, index in enumerate(indices):
             grad_logprob, grad_entropy = grads[n], grads[len(indices) + n]
             if grad_logprob is not None:
+                self._refuse_skipped(
+                    sequences[n], self._edge_is_read[index[1:]], grad_logprob
+                )
                 self._grad_logprob.index_add_(0, index[1:], grad_logprob)
             if grad_entropy is not None:
+                self._refuse_skipped(
+                    sequences[n], self._row_is_read[index[:-1]], grad_entropy
+                )
                 self._grad_entropy.index_add_(0, index[:-1], grad_entropy)
+                self._entropy_has_grad = True
+
+    def _refuse_skipped(self, sequence: int, is_read: Tensor, grad: Tensor) -> None:
+        if self._reads_all:
+            return
+        wrong = torch.nonzero(~is_read & (grad != 0)).flatten()
+        if len(wrong):
+            raise ValueError(
+                f"the loss of sequence {sequence} has a gradient at skipped positions "
+                f"{wrong[:5].tolist()}; expected none: pass positions that cover what "
+                "the loss reads (positions=all in the configuration)"
+            )
 
     def _backward(
         self, fragment: Fragment, block: BlockOutput, opened: _OpenFragment | None
@@ -278,11 +339,11 @@ class _Traversal:
         grads: list[Tensor] = []
         if block.logprob_E.numel():
             edges = torch.from_numpy(block.layout.edge_token_E).to(self._device)
-            roots += [block.logprob_E, block.entropy_R]
-            grads += [
-                self._grad_logprob[edges],
-                self._grad_entropy[self._row_tokens(block)],
-            ]
+            roots.append(block.logprob_E)
+            grads.append(self._grad_logprob[edges])
+            if self._entropy_has_grad:  # most losses only report the entropy
+                roots.append(block.entropy_R)
+                grads.append(self._grad_entropy[self._row_tokens(block)])
         if opened is not None:
             _, positions = self._trunk_positions(fragment, block)
             trunk = opened.trunk
@@ -296,6 +357,10 @@ class _Traversal:
                 grads.append(spread.index_copy_(2, positions, grad.to(root.dtype)))
         if roots:
             torch.autograd.backward(roots, grads)
+
+
+def _num_edges(tree: PrefixTree) -> int:
+    return tree.num_tree_tokens - sum(1 for node in tree.nodes if node.parent < 0)
 
 
 def _scalar(loss: Tensor) -> Tensor:

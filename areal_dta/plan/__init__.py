@@ -2,12 +2,14 @@
 
 from areal_dta.plan.flops import FlopModel
 from areal_dta.plan.fragments import Fragment, Fragmentation, Segment, cut_tree
+from areal_dta.plan.reads import Reads
 from areal_dta.plan.schedule import Schedule, Step, StepKind, build_schedule
 
 __all__ = [
     "FlopModel",
     "Fragment",
     "Fragmentation",
+    "Reads",
     "Schedule",
     "Segment",
     "Step",

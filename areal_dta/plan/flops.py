@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from areal_dta.plan.reads import Reads
 from areal_dta.plan.schedule import Schedule
 from areal_dta.tree import PrefixTree
 
@@ -80,11 +81,17 @@ class FlopModel:
             pairs += n * (n + 1) // 2
         return self.forward(tokens, pairs, tokens) * (1 + _BACKWARD * training)
 
-    def tree(self, tree: PrefixTree, training: bool = True) -> float:
-        """FLOPs of computing each tree token once: the least a tree method pays."""
-        tokens = tree.num_tree_tokens
-        pairs = sum(_pairs(n.start, n.end) for n in tree.nodes)
-        return self.forward(tokens, pairs, tokens) * (1 + _BACKWARD * training)
+    def tree(
+        self, tree: PrefixTree, training: bool = True, reads: Reads | None = None
+    ) -> float:
+        """FLOPs of computing what is read once: the least a tree method pays."""
+        reads = reads or Reads.all(tree)
+        pairs = sum(
+            _pairs(node.start, node.start + num_tokens)
+            for node, num_tokens in zip(tree.nodes, reads.computed, strict=True)
+        )
+        forward = self.forward(reads.num_computed_tokens, pairs, reads.num_rows)
+        return forward * (1 + _BACKWARD * training)
 
     def schedule(self, schedule: Schedule) -> float:
         """FLOPs of a schedule, recomputation included."""
@@ -94,23 +101,31 @@ class FlopModel:
             pairs = sum(
                 _pairs(segments[s].start, segments[s].end) for s in step.computes
             )
-            forward = self.forward(step.num_tokens, pairs, step.num_tokens)
+            forward = self.forward(step.num_tokens, pairs, step.num_rows)
             total += forward * (1 + _BACKWARD * step.with_grad)
         return total
 
-    def bound(self, tree: PrefixTree, training: bool = True) -> float:
-        """Dense over tree FLOPs: no tree method can be faster. 1.0 if empty."""
-        if tree.num_tree_tokens == 0:
-            return 1.0
-        lengths = map(tree.sequence_length, range(tree.num_sequences))
-        return self.dense(lengths, training) / self.tree(tree, training)
+    def bound(
+        self, tree: PrefixTree, training: bool = True, reads: Reads | None = None
+    ) -> float:
+        """Dense over tree FLOPs: no tree method can do with fewer.
+
+        1.0 where nothing has to be computed.
+        """
+        least = self.tree(tree, training, reads)
+        return self._dense_of(tree, training) / least if least else 1.0
 
     def saving(self, tree: PrefixTree, schedule: Schedule) -> float:
-        """Dense over scheduled FLOPs: the predicted speed-up. 1.0 if empty."""
-        if tree.num_tree_tokens == 0:
-            return 1.0
+        """Dense over scheduled FLOPs: the predicted speed-up.
+
+        1.0 where nothing has to be computed.
+        """
+        ours = self.schedule(schedule)
+        return self._dense_of(tree, schedule.training) / ours if ours else 1.0
+
+    def _dense_of(self, tree: PrefixTree, training: bool) -> float:
         lengths = map(tree.sequence_length, range(tree.num_sequences))
-        return self.dense(lengths, schedule.training) / self.schedule(schedule)
+        return self.dense(lengths, training)
 
 
 def _pairs(start: int, end: int) -> int:

@@ -1,4 +1,4 @@
-"""Cut a prefix tree into fragments of at most ``block_tokens`` tokens.
+"""Cut the computed part of a prefix tree into fragments of ``block_tokens`` at most.
 
 A fragment is what one call of the model computes: pieces of the tree that hang on
 one and the same token (or on nothing). Few and full fragments are fast: each call
@@ -12,7 +12,7 @@ to keep, the one with the fewest closed fragments, then the smallest open piece,
 It is a heuristic because of the packing; tests/plan compares it with brute force.
 
 Invariants (``Fragmentation.check``):
-  * every tree token lies in exactly one segment, every segment in one fragment;
+  * every computed token lies in exactly one segment, every segment in one fragment;
   * no fragment holds more than ``block_tokens`` tokens;
   * all pieces of a fragment that are not connected inside it hang on one segment end.
 """
@@ -20,8 +20,10 @@ Invariants (``Fragmentation.check``):
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from areal_dta.plan.reads import Reads
 from areal_dta.tree import PrefixTree
 
 # (node, start, end): tokens of a node at depth [start, end)
@@ -65,7 +67,7 @@ class Fragment:
     children: tuple[int, ...]
     """Child fragments, grouped by the segment that they hang on."""
     sequences: tuple[int, ...]
-    """Sequences that end inside the fragment."""
+    """Sequences whose last computed token lies in the fragment."""
     num_tokens: int
     num_trunk_tokens: int
     path_tokens: int
@@ -77,8 +79,11 @@ class Fragmentation:
     """A whole tree cut into fragments. ``fragments`` is in depth-first order."""
 
     block_tokens: int
+    reads: Reads
     segments: tuple[Segment, ...]
     fragments: tuple[Fragment, ...]
+    unread_sequences: tuple[int, ...]
+    """Sequences of which no token is computed."""
 
     def chain(self, segment: int, fragment: int) -> list[int]:
         """Segments of ``fragment`` from its top down to ``segment``, included."""
@@ -91,12 +96,14 @@ class Fragmentation:
     def check(self, tree: PrefixTree) -> None:
         """Assert every invariant; O(nodes + fragments)."""
         covered = sum(s.num_tokens for s in self.segments)
-        assert covered == tree.num_tree_tokens
+        assert covered == self.reads.num_computed_tokens
         assert [s.index for s in self.segments] == list(range(len(self.segments)))
         next_token = 0
         for s in self.segments:
-            assert s.num_tokens > 0 and s.first_token == next_token
-            next_token += s.num_tokens
+            assert s.num_tokens > 0 and s.first_token >= next_token
+            next_token = s.first_token + s.num_tokens
+            node = tree.nodes[s.node]
+            assert s.first_token - node.first_token == s.start - node.start
             if s.parent >= 0:
                 above = self.segments[s.parent]
                 assert above.index < s.index and above.end == s.start
@@ -105,7 +112,7 @@ class Fragmentation:
             else:
                 assert s.start == 0
         seen: list[int] = []
-        ending: list[int] = []
+        ending = list(self.unread_sequences)
         for i, f in enumerate(self.fragments):
             members = f.segments
             assert f.index == i and list(members) == sorted(members)
@@ -125,8 +132,14 @@ class Fragmentation:
         assert sorted(ending) == list(range(tree.num_sequences))
 
 
-def cut_tree(tree: PrefixTree, block_tokens: int) -> Fragmentation:
-    """Cut ``tree`` into fragments of at most ``block_tokens`` tokens.
+def cut_tree(
+    tree: PrefixTree, block_tokens: int, reads: Reads | None = None
+) -> Fragmentation:
+    """Cut what ``reads`` needs of ``tree`` into fragments.
+
+    Args:
+        block_tokens: most tokens of a fragment.
+        reads: the outputs that are read, by default all.
 
     Cost: O(nodes x block_tokens) at worst, O(nodes log nodes) as a rule.
 
@@ -135,27 +148,35 @@ def cut_tree(tree: PrefixTree, block_tokens: int) -> Fragmentation:
     """
     if block_tokens < 1:
         raise ValueError(f"block_tokens={block_tokens}; expected at least 1")
-    return _assemble(tree, block_tokens, _close_pieces(tree, block_tokens))
+    reads = reads or Reads.all(tree)
+    closed = _close_pieces(tree, block_tokens, reads.computed)
+    return _assemble(tree, block_tokens, reads, closed)
 
 
-def _close_pieces(tree: PrefixTree, budget: int) -> list[list[_Piece]]:
+def _close_pieces(
+    tree: PrefixTree, budget: int, computed: Sequence[int]
+) -> list[list[_Piece]]:
     """The pieces of each fragment, fragments in no particular order."""
     closed: list[list[_Piece]] = []
     open_pieces: dict[int, tuple[int, list[_Piece]]] = {}
     for node in reversed(tree.nodes):  # children before parents
-        below = sorted((open_pieces.pop(c) for c in node.children), key=lambda p: p[0])
-        num_kept = _choose_kept([size for size, _ in below], node.num_tokens, budget)
+        num_tokens = computed[node.index]
+        if not num_tokens:
+            continue
+        below = [open_pieces.pop(c) for c in node.children if c in open_pieces]
+        below.sort(key=lambda p: p[0])
+        num_kept = _choose_kept([size for size, _ in below], num_tokens, budget)
         closed += _pack(below[num_kept:], budget)
         piece = [p for _, pieces in below[:num_kept] for p in pieces]
         size = sum(n for n, _ in below[:num_kept])
-        end = node.end
+        end = node.start + num_tokens
         while end - node.start > budget - size:  # chop from the lower end
             start = end - (budget - size)
             closed.append([(node.index, start, end), *piece])
             piece, size, end = [], 0, start
         piece.append((node.index, node.start, end))
         open_pieces[node.index] = (size + end - node.start, piece)
-    roots = [open_pieces[n.index] for n in tree.nodes if n.parent < 0]
+    roots = [open_pieces[i] for i in sorted(open_pieces)]
     return closed + _pack(roots, budget)
 
 
@@ -197,7 +218,7 @@ def _pack(pieces: list[tuple[int, list[_Piece]]], budget: int) -> list[list[_Pie
 
 
 def _assemble(
-    tree: PrefixTree, block_tokens: int, closed: list[list[_Piece]]
+    tree: PrefixTree, block_tokens: int, reads: Reads, closed: list[list[_Piece]]
 ) -> Fragmentation:
     """Number segments and fragments depth first and link them."""
     nodes = tree.nodes
@@ -240,6 +261,7 @@ def _assemble(
         )
         for i, ((node, start, end), group) in enumerate(pieces)
     )
+    ending, unread = _sequence_ends(tree, reads.computed, at_end)
     fragments = []
     for g in sorted(number, key=number.__getitem__):
         trunk: set[int] = set()
@@ -257,15 +279,29 @@ def _assemble(
                 attach=attach[g],
                 parent=-1 if attach[g] < 0 else segments[attach[g]].fragment,
                 children=tuple(number[c] for c in children[g]),
-                sequences=tuple(
-                    i
-                    for s in ends
-                    if s.end == nodes[s.node].end
-                    for i in nodes[s.node].sequences
-                ),
+                sequences=tuple(i for s in members[g] for i in ending.get(s, ())),
                 num_tokens=sum(s.num_tokens for s in ends),
                 num_trunk_tokens=sum(segments[s].num_tokens for s in trunk),
                 path_tokens=segments[members[g][0]].start,
             )
         )
-    return Fragmentation(block_tokens, segments, tuple(fragments))
+    return Fragmentation(block_tokens, reads, segments, tuple(fragments), tuple(unread))
+
+
+def _sequence_ends(
+    tree: PrefixTree, computed: Sequence[int], at_end: dict[tuple[int, int], int]
+) -> tuple[dict[int, list[int]], list[int]]:
+    """Per segment the sequences whose last computed token it ends with; and those of
+    which nothing is computed."""
+    ending: dict[int, list[int]] = {}
+    unread: list[int] = []
+    for node in tree.nodes:
+        above = node
+        while not computed[above.index] and above.parent >= 0:
+            above = tree.nodes[above.parent]
+        if num_tokens := computed[above.index]:
+            segment = at_end[above.index, above.start + num_tokens]
+            ending.setdefault(segment, []).extend(node.sequences)
+        else:
+            unread.extend(node.sequences)
+    return ending, unread

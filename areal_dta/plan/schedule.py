@@ -18,7 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+import numpy as np
+
 from areal_dta.plan.fragments import Fragmentation, cut_tree
+from areal_dta.plan.reads import Reads
 from areal_dta.tree import PrefixTree
 
 
@@ -39,6 +42,8 @@ class Step:
     """Whether that forward keeps an autograd graph."""
     num_tokens: int
     """Tokens of ``computes``."""
+    num_rows: int
+    """Positions of ``computes`` that are projected onto the vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +78,7 @@ def build_schedule(
     block_tokens: int = 512,
     retain_tokens: int | None = None,
     training: bool = True,
+    reads: Reads | None = None,
 ) -> Schedule:
     """Plan the traversal of a tree.
 
@@ -81,6 +87,7 @@ def build_schedule(
         retain_tokens: most tokens whose graph may wait for an exit; 0 retains none
             (least memory), None all (no recomputation).
         training: False plans a forward-only traversal without graphs.
+        reads: the outputs that are read, by default all.
 
     Raises:
         ValueError: a budget is out of range.
@@ -89,7 +96,12 @@ def build_schedule(
         raise ValueError(
             f"retain_tokens={retain_tokens}; expected None (retain all) or >= 0"
         )
-    cut = cut_tree(tree, block_tokens)
+    cut = cut_tree(tree, block_tokens, reads)
+    rows_before = np.concatenate([[0], np.cumsum(cut.reads.row_T)])
+    num_rows = [
+        int(rows_before[s.first_token + s.num_tokens] - rows_before[s.first_token])
+        for s in cut.segments
+    ]
     chain = [f.num_tokens for f in cut.fragments]
     for f in reversed(cut.fragments):  # children come after their parent
         chain[f.index] += max((chain[c] for c in f.children), default=0)
@@ -109,13 +121,15 @@ def build_schedule(
         if not leaving and not is_leaf:
             keep_graph = training and retain
             whole = keep_graph or not training
+            computes = f.segments if whole else f.trunk
             steps.append(
                 Step(
                     StepKind.ENTER,
                     index,
-                    f.segments if whole else f.trunk,
+                    computes,
                     keep_graph,
                     f.num_tokens if whole else f.num_trunk_tokens,
+                    sum(num_rows[s] for s in computes),
                 )
             )
             graph += f.num_tokens if keep_graph else 0
@@ -124,13 +138,15 @@ def build_schedule(
             stack += [(c, False) for c in reversed(f.children)]
         else:
             run_now = is_leaf or (training and not retain)
+            computes = f.segments if run_now else ()
             steps.append(
                 Step(
                     StepKind.EXIT,
                     index,
-                    f.segments if run_now else (),
+                    computes,
                     training and run_now,
                     f.num_tokens if run_now else 0,
+                    sum(num_rows[s] for s in computes),
                 )
             )
             graph += f.num_tokens if training and run_now else 0
@@ -148,7 +164,7 @@ def build_schedule(
         num_blocks=sum(1 for s in steps if s.computes),
         num_forward_tokens=sum(s.num_tokens for s in steps),
         num_recomputed_tokens=recomputed,
-        num_backward_tokens=tree.num_tree_tokens if training else 0,
+        num_backward_tokens=cut.reads.num_computed_tokens if training else 0,
         peak_graph_tokens=peak_graph,
         peak_kv_tokens=peak_kv,
     )

@@ -66,7 +66,7 @@ def counted(model, executor: TreeExecutor, tree: PrefixTree) -> LiveBytes:
 
 def peak_bytes(num_branches: int, retain_tokens: int | None) -> int:
     """Of activations, K/V and their gradients, without what a token costs once:
-    its id and four numbers (logprob, entropy and their gradients)."""
+    its id, four numbers (logprob, entropy and their gradients) and two flags."""
     trunk = [i % VOCAB_SIZE for i in range(96)]
     batch = []
     for b in range(num_branches):
@@ -75,7 +75,7 @@ def peak_bytes(num_branches: int, retain_tokens: int | None) -> int:
     model = tiny_model("qwen3")
     executor = TreeExecutor(model, ExecutorConfig(32, retain_tokens))
     tree = PrefixTree.from_sequences(batch)
-    per_token = 8 + 4 * 4
+    per_token = 8 + 4 * 4 + 2
     return counted(model, executor, tree).peak - per_token * tree.num_tree_tokens
 
 

@@ -239,7 +239,7 @@ def test_counts_of_computed_tokens(fp64_model, budget):
     stats = executor.last_stats
     assert stats is not None
     assert (sum(seen), len(seen)) == (stats.num_forward_tokens, stats.num_blocks)
-    assert (
-        stats.num_forward_tokens - stats.num_recomputed_tokens == tree.num_tree_tokens
-    )
+    first_runs = stats.num_forward_tokens - stats.num_recomputed_tokens
+    num_leaves = sum(1 for node in tree.nodes if not node.children)
+    assert first_runs == stats.num_computed_tokens == tree.num_tree_tokens - num_leaves
     assert (stats.num_recomputed_tokens == 0) == (budget is None)

@@ -4,7 +4,7 @@ import pytest
 
 from areal_dta.plan import FlopModel, build_schedule
 from areal_dta.tree import PrefixTree
-from tests.builders import make_tree
+from tests.builders import every_token, make_tree
 
 SHAPE = SimpleNamespace(
     hidden_size=8,
@@ -40,8 +40,11 @@ def test_dense_and_tree_by_hand():
     model = FlopModel(per_token=100, per_pair=10, per_logit_row=1)
     tree = make_tree("abc", "abd")
     dense = 6 * 100 + 2 * 6 * 10 + 6
-    shared = 4 * 100 + (1 + 2 + 3 + 3) * 10 + 4
+    everything = 4 * 100 + (1 + 2 + 3 + 3) * 10 + 4
+    # nothing is read at a leaf's last token
+    shared = 2 * 100 + (1 + 2) * 10 + 2
     assert model.dense([3, 3], training=False) == dense
+    assert model.tree(tree, False, every_token(tree)) == everything
     assert model.tree(tree, training=False) == shared
     assert model.bound(tree) == dense / shared
     assert model.tree(tree) == 3 * shared
@@ -59,7 +62,8 @@ def test_schedule_adds_recomputation_only():
 
 def test_no_sharing_saves_nothing_and_empty_is_one():
     model = FlopModel.from_config(SHAPE)
-    assert model.bound(make_tree("abc", "xyz")) == 1.0
+    alone = make_tree("abc", "xyz")
+    assert model.bound(alone, reads=every_token(alone)) == 1.0
     empty = PrefixTree()
     assert model.bound(empty) == model.saving(empty, build_schedule(empty)) == 1.0
 

@@ -1,17 +1,18 @@
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_dta.plan import cut_tree
+from areal_dta.plan import Reads, cut_tree
 from areal_dta.tree import PrefixTree
-from tests.builders import batches, make_tree
+from tests.builders import batches, every_token, make_tree
 
 
 def pieces(tree, block_tokens):
     """Each fragment as the texts of its segments."""
-    cut = cut_tree(tree, block_tokens)
+    cut = cut_tree(tree, block_tokens, every_token(tree))
     cut.check(tree)
     out = []
     for f in cut.fragments:
@@ -39,7 +40,7 @@ def test_children_are_kept_with_the_tail_of_a_chopped_node():
 def test_siblings_that_do_not_fit_are_packed_together():
     tree = make_tree("axxx", "ayyy", "azzz", "awww")
     assert pieces(tree, 6) == [["a"], ["www", "xxx"], ["yyy", "zzz"]]
-    cut = cut_tree(tree, 6)
+    cut = cut_tree(tree, 6, every_token(tree))
     assert [f.attach for f in cut.fragments] == [-1, 0, 0]
     assert cut.fragments[0].trunk == (0,) and cut.fragments[0].children == (1, 2)
     assert [f.path_tokens for f in cut.fragments] == [0, 1, 1]
@@ -59,10 +60,17 @@ def test_block_tokens_of_zero_is_refused():
 
 
 @settings(max_examples=200, deadline=None)
-@given(batches(10, 12), st.integers(1, 12))
-def test_invariants_hold_on_random_trees(batch, block_tokens):
+@given(batches(10, 12), st.integers(1, 12), st.data())
+def test_invariants_hold_on_random_trees(batch, block_tokens, data):
     tree = PrefixTree.from_sequences(batch)
-    cut = cut_tree(tree, block_tokens)
+    masks = [
+        np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)), bool)
+        for n in (len(s) - 1 for s in batch)
+    ]
+    reads = data.draw(
+        st.sampled_from([every_token(tree), Reads.all(tree), Reads.at(tree, masks)])
+    )
+    cut = cut_tree(tree, block_tokens, reads)
     cut.check(tree)
     for f in cut.fragments:
         for child in f.children:
@@ -117,5 +125,5 @@ def fewest_bins(sizes: list[int], room: int) -> int:
 def test_at_most_one_fragment_more_than_brute_force(batch, block_tokens):
     tree = PrefixTree.from_sequences(batch)
     if 0 < tree.num_tree_tokens <= 10:
-        found = len(cut_tree(tree, block_tokens).fragments)
+        found = len(cut_tree(tree, block_tokens, every_token(tree)).fragments)
         assert found <= fewest_fragments(tree, block_tokens) + 1

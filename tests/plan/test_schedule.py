@@ -4,10 +4,16 @@ from hypothesis import strategies as st
 
 from areal_dta.plan import StepKind, build_schedule
 from areal_dta.tree import PrefixTree
-from tests.builders import batches, make_tree
+from tests.builders import batches, every_token, make_tree
 
 # a, then two forks of two leaves each: cut into 4-token blocks
 TREE = make_tree("aabbccc", "aabbddd", "aaeefff", "aaeeggg")
+
+
+def plan(tree, block_tokens, retain_tokens=None, training=True):
+    return build_schedule(
+        tree, block_tokens, retain_tokens, training, every_token(tree)
+    )
 
 
 def summary(schedule):
@@ -17,7 +23,7 @@ def summary(schedule):
 
 
 def test_retaining_everything_runs_each_token_once():
-    schedule = build_schedule(TREE, block_tokens=5, retain_tokens=None)
+    schedule = plan(TREE, 5, retain_tokens=None)
     assert schedule.num_forward_tokens == TREE.num_tree_tokens == 18
     assert schedule.num_recomputed_tokens == 0
     assert schedule.num_backward_tokens == 18
@@ -25,7 +31,7 @@ def test_retaining_everything_runs_each_token_once():
 
 
 def test_recomputing_enters_on_the_trunk_alone():
-    schedule = build_schedule(TREE, block_tokens=5, retain_tokens=0)
+    schedule = plan(TREE, 5, retain_tokens=0)
     enters = [s for s in schedule.steps if s.kind is StepKind.ENTER]
     assert enters and not any(s.with_grad for s in enters)
     for step in enters:
@@ -37,13 +43,13 @@ def test_recomputing_enters_on_the_trunk_alone():
 
 
 def test_a_leaf_fragment_only_exits():
-    assert summary(build_schedule(make_tree("abc"), 8, 0)) == [("exit", 0, 3, True)]
-    assert summary(build_schedule(make_tree("abcdef"), 3, 0)) == [
+    assert summary(plan(make_tree("abc"), 8, 0)) == [("exit", 0, 3, True)]
+    assert summary(plan(make_tree("abcdef"), 3, 0)) == [
         ("enter", 0, 3, False),
         ("exit", 1, 3, True),
         ("exit", 0, 3, True),
     ]
-    assert summary(build_schedule(make_tree("abcdef"), 3, 6)) == [
+    assert summary(plan(make_tree("abcdef"), 3, 6)) == [
         ("enter", 0, 3, True),
         ("exit", 1, 3, True),
         ("exit", 0, 0, False),
@@ -51,7 +57,7 @@ def test_a_leaf_fragment_only_exits():
 
 
 def test_forward_only_keeps_no_graph_and_computes_once():
-    schedule = build_schedule(TREE, block_tokens=5, training=False)
+    schedule = plan(TREE, 5, training=False)
     assert schedule.num_forward_tokens == 18
     assert schedule.num_backward_tokens == schedule.peak_graph_tokens == 0
     assert not any(s.with_grad for s in schedule.steps)
@@ -59,7 +65,7 @@ def test_forward_only_keeps_no_graph_and_computes_once():
 
 def test_negative_retain_tokens_is_refused():
     with pytest.raises(ValueError, match="retain_tokens=-1"):
-        build_schedule(TREE, 4, -1)
+        plan(TREE, 4, -1)
 
 
 @settings(max_examples=150, deadline=None)
@@ -71,7 +77,7 @@ def test_negative_retain_tokens_is_refused():
 )
 def test_steps_nest_and_budgets_hold(batch, block_tokens, retain_tokens, training):
     tree = PrefixTree.from_sequences(batch)
-    schedule = build_schedule(tree, block_tokens, retain_tokens, training)
+    schedule = plan(tree, block_tokens, retain_tokens, training)
     fragments = schedule.cut.fragments
     open_fragments: list[int] = []
     left = set()
