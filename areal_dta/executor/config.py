@@ -23,6 +23,8 @@ class ExecutorConfig:
     recomputes (least memory), None keeps all."""
     temperature: float = 1.0
     """Logits are divided by it before the softmax."""
+    fragments: str = "packed"
+    """``packed`` fills blocks; ``node`` runs one tree node a block, to compare with."""
     attention_backend: str = "auto"
     """A name in ``executor.backends.BACKENDS``; ``auto`` picks by device and dtype."""
 
@@ -37,6 +39,8 @@ class ExecutorConfig:
                 f"retain_tokens={self.retain_tokens}; expected None (keep all graphs) "
                 "or a number >= 0"
             )
+        if self.fragments not in ("packed", "node"):
+            raise ValueError(f"fragments={self.fragments!r}; expected packed or node")
         if self.logit_chunk_elements < 1:
             raise ValueError(
                 f"logit_chunk_elements={self.logit_chunk_elements}; expected at least 1"

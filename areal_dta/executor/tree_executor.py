@@ -130,6 +130,7 @@ class TreeExecutor:
             config.retain_tokens,
             training=loss is not None,
             reads=None if positions is None else Reads.at(tree, positions),
+            fragments=config.fragments,
         )
         traversal = _Traversal(self.model, config, self._head, tree, schedule, loss)
         if schedule.steps:

@@ -132,6 +132,18 @@ class Fragmentation:
         assert sorted(ending) == list(range(tree.num_sequences))
 
 
+def cut_nodes(tree: PrefixTree, reads: Reads | None = None) -> Fragmentation:
+    """One fragment a node, whatever its length: plain node-by-node traversal."""
+    reads = reads or Reads.all(tree)
+    pieces = [
+        [(node.index, node.start, node.start + num_tokens)]
+        for node, num_tokens in zip(tree.nodes, reads.computed, strict=True)
+        if num_tokens
+    ]
+    longest = max(reads.computed, default=1)
+    return _assemble(tree, max(1, longest), reads, pieces)
+
+
 def cut_tree(
     tree: PrefixTree, block_tokens: int, reads: Reads | None = None
 ) -> Fragmentation:

@@ -20,7 +20,7 @@ from enum import Enum
 
 import numpy as np
 
-from areal_dta.plan.fragments import Fragmentation, cut_tree
+from areal_dta.plan.fragments import Fragmentation, cut_nodes, cut_tree
 from areal_dta.plan.reads import Reads
 from areal_dta.tree import PrefixTree
 
@@ -79,6 +79,7 @@ def build_schedule(
     retain_tokens: int | None = None,
     training: bool = True,
     reads: Reads | None = None,
+    fragments: str = "packed",
 ) -> Schedule:
     """Plan the traversal of a tree.
 
@@ -88,15 +89,22 @@ def build_schedule(
             (least memory), None all (no recomputation).
         training: False plans a forward-only traversal without graphs.
         reads: the outputs that are read, by default all.
+        fragments: ``packed`` fills blocks up to ``block_tokens``; ``node`` runs one
+            tree node a block, however long, as the plain method does.
 
     Raises:
-        ValueError: a budget is out of range.
+        ValueError: a budget is out of range, or ``fragments`` unknown.
     """
     if retain_tokens is not None and retain_tokens < 0:
         raise ValueError(
             f"retain_tokens={retain_tokens}; expected None (retain all) or >= 0"
         )
-    cut = cut_tree(tree, block_tokens, reads)
+    if fragments not in ("packed", "node"):
+        raise ValueError(f"fragments={fragments!r}; expected packed or node")
+    if fragments == "node":
+        cut = cut_nodes(tree, reads)
+    else:
+        cut = cut_tree(tree, block_tokens, reads)
     rows_before = np.concatenate([[0], np.cumsum(cut.reads.row_T)])
     num_rows = [
         int(rows_before[s.first_token + s.num_tokens] - rows_before[s.first_token])

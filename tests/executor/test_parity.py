@@ -132,6 +132,15 @@ def test_static_rope_scaling_is_exact():
     compare(model, batch, ExecutorConfig(block_tokens=6, retain_tokens=10))
 
 
+def test_one_node_a_block(fp64_model):
+    batch = random_batch(np.random.default_rng(10), 12, 30, VOCAB_SIZE)
+    for retain_tokens in (0, None):
+        config = ExecutorConfig(4, retain_tokens, fragments="node")
+        compare(fp64_model, batch, config)
+    with pytest.raises(ValueError, match="fragments='nodes'"):
+        ExecutorConfig(fragments="nodes")
+
+
 def test_gradients_accumulate_over_calls_and_ignore_batch_order(fp64_model):
     batch = random_batch(np.random.default_rng(4), 9, 20, VOCAB_SIZE)
     loss = make_loss(batch)
