@@ -23,13 +23,13 @@ class ExecutorConfig:
     recomputes (least memory), None keeps all."""
     temperature: float = 1.0
     """Logits are divided by it before the softmax."""
-    fragments: str = "packed"
-    """``packed`` fills blocks; ``node`` runs one tree node a block, to compare with."""
     attention_backend: str = "auto"
     """A name in ``executor.backends.BACKENDS``; ``auto`` picks by device and dtype."""
 
     logit_chunk_elements: int = 2**25
     """Most logits held at a time (128 MiB in fp32)."""
+    fragments: str = "packed"
+    """``packed`` fills blocks; ``node`` runs one tree node a block, to compare with."""
 
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
