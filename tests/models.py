@@ -39,13 +39,19 @@ ARCHITECTURES = {
 
 
 def tiny_model(
-    name: str = "qwen3", dtype: torch.dtype = torch.float32, seed: int = 0, **overrides
+    name: str = "qwen3",
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    attn_implementation: str = "sdpa",
+    **overrides,
 ) -> PreTrainedModel:
     """A random model; ``name`` is a model type, or one with a suffix as above."""
     sizes = SMALL | ARCHITECTURES.get(name, {}) | overrides
     config = CONFIG_MAPPING[name.split("-")[0]](**sizes)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attn_implementation
+    )
     with torch.no_grad():  # init leaves norms at one and biases at zero
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)

@@ -1,13 +1,4 @@
-"""Attention of a block behind its path, and the hook that gives it to the model.
-
-Attention over a union of key sets is the average of the attention over each set,
-weighted by exp(log-sum-exp). So a block needs two terms and no mask wider than itself:
-its queries against the path, and against the block.
-
-The backward hands dq, dk, dv of the block to autograd and adds the path's dk, dv
-straight into the path accumulators: the path is a leaf here, and the fragment that
-owns it takes its gradients backward when all its branches are done.
-"""
+"""The hook that gives our attention to a Transformers model."""
 
 # S = block tokens, P = path tokens, N = query heads, K = key/value heads, H = head dim
 
@@ -23,14 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from areal_dta.executor.backends import (
-    AttentionBackend,
-    Mask,
-    accumulation_dtype,
-    select_backend,
-)
+from areal_dta.executor.backends import Mask, Scoring, select_backend
 from areal_dta.executor.model_support import UnsupportedModelError, check_attention_call
-from areal_dta.executor.path_cache import LayerPath, PathCache
+from areal_dta.executor.path_attention import AttentionPlan, path_attention
+from areal_dta.executor.path_cache import PathCache
 
 ATTENTION_NAME = "areal_dta"
 
@@ -41,76 +28,49 @@ class BlockAttention:
 
     path: PathCache
     path_tokens: int
+    depth_S: Tensor
+    """Depth of each token of the block."""
     mask: Mask
     backend_name: str
-    max_depth: int
-    """Longest path of the tree: what a sliding window has to cover."""
     keep_kv: bool
     keys: dict[int, Tensor] = field(default_factory=dict)
     """Per layer [1, K, S, H], part of the block's graph; only with ``keep_kv``."""
     values: dict[int, Tensor] = field(default_factory=dict)
     num_calls: int = 0
+    _windows: dict[int, tuple[int, Mask, Mask]] = field(default_factory=dict)
 
     def restart(self) -> None:
         """Forget a call of the model, to run the block once more."""
         self.keys, self.values, self.num_calls = {}, {}, 0
 
+    def window(self, size: int | None) -> tuple[int, Mask, Mask]:
+        """First path token seen, block mask and path mask of a layer whose queries
+        see the last ``size`` tokens (None: all), themselves included."""
+        if size is None:
+            return 0, self.mask, Mask()
+        if size not in self._windows:
+            self._windows[size] = self._cut_to_window(size)
+        return self._windows[size]
+
+    def _cut_to_window(self, size: int) -> tuple[int, Mask, Mask]:
+        depth_S = self.depth_S
+        if int(depth_S.max()) < size:
+            return 0, self.mask, Mask()
+        visible_SS = self.mask.visible
+        if visible_SS is None:
+            visible_SS = torch.ones(
+                len(depth_S), len(depth_S), dtype=torch.bool, device=depth_S.device
+            ).tril_()
+        visible_SS = visible_SS & (depth_S[:, None] - depth_S[None] < size)
+        start = min(self.path_tokens, max(0, int(depth_S.min()) - size + 1))
+        depth_P = torch.arange(start, self.path_tokens, device=depth_S.device)
+        visible_SP = depth_S[:, None] - depth_P[None] < size
+        return start, Mask(visible=visible_SS), Mask(visible=visible_SP)
+
 
 _active_block: ContextVar[BlockAttention | None] = ContextVar(
     "areal_dta_active_block", default=None
 )
-
-
-class _PathAttention(torch.autograd.Function):
-    """Merged attention over path and block. q: [1, N, S, H]; k, v: [1, K, S, H]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: LayerPath,
-        path_tokens: int,
-        mask: Mask,
-        backend: AttentionBackend,
-        scale: float,
-    ) -> Tensor:
-        out, lse = backend.forward(q, k, v, mask, scale)
-        if path_tokens:
-            path_k, path_v = layer.read(path_tokens)
-            path_out, path_lse = backend.forward(q, path_k, path_v, Mask(), scale)
-            out, lse = _merge(out, lse, path_out, path_lse)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.layer, ctx.path_tokens = layer, path_tokens
-        ctx.mask, ctx.backend, ctx.scale = mask, backend, scale
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, out, lse = ctx.saved_tensors
-        grad_out = grads[0].contiguous()
-        grad_q, grad_k, grad_v = ctx.backend.backward(
-            grad_out, q, k, v, out, lse, ctx.mask, ctx.scale
-        )
-        if ctx.path_tokens:
-            path_k, path_v = ctx.layer.read(ctx.path_tokens)
-            path_grad_q, path_grad_k, path_grad_v = ctx.backend.backward(
-                grad_out, q, path_k, path_v, out, lse, Mask(), ctx.scale
-            )
-            ctx.layer.add_gradients(path_grad_k, path_grad_v)
-            grad_q = grad_q + path_grad_q
-        grad_k, grad_v = grad_k.to(k.dtype), grad_v.to(v.dtype)
-        return grad_q, grad_k, grad_v, None, None, None, None, None
-
-
-def _merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Average two partial outputs in fp32: flash rounds each to the compute dtype."""
-    acc = accumulation_dtype(a.dtype)
-    lse = torch.logaddexp(lse_a, lse_b)
-    weight_a = torch.exp(lse_a - lse).unsqueeze(-1)
-    weight_b = torch.exp(lse_b - lse).unsqueeze(-1)
-    return (a.to(acc) * weight_a + b.to(acc) * weight_b).to(a.dtype), lse
 
 
 def _block_attention(
@@ -130,24 +90,28 @@ def _block_attention(
             f"attention {ATTENTION_NAME!r} was called outside a TreeExecutor; restore "
             "the model with `model.set_attn_implementation('sdpa')`"
         )
-    check_attention_call(
-        module, query, attention_mask, dropout, block.max_depth, kwargs
-    )
+    check_attention_call(module, query, attention_mask, dropout, kwargs)
     layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
     block.num_calls += 1
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     if block.keep_kv:
         block.keys[layer_idx], block.values[layer_idx] = key, value
-    out = _PathAttention.apply(
-        query,
-        key,
-        value,
-        block.path.layers[layer_idx],
-        block.path_tokens,
-        block.mask,
-        select_backend(block.backend_name, query, key, value),
-        scale,
+    path_start, block_mask, path_mask = block.window(kwargs.get("sliding_window"))
+    scoring = Scoring(
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        softcap=kwargs.get("softcap"),
     )
+    plan = AttentionPlan(
+        layer=block.path.layers[layer_idx],
+        path_start=path_start,
+        path_end=block.path_tokens,
+        block_mask=block_mask,
+        path_mask=path_mask,
+        scoring=scoring,
+        backend=select_backend(
+            block.backend_name, query, key, value, scoring, path_mask
+        ),
+    )
+    out = path_attention(query, key, value, kwargs.get("s_aux"), plan)
     return out.transpose(1, 2), None
 
 

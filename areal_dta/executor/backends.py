@@ -27,8 +27,16 @@ class Mask:
     """Who sees whom in a term: everybody, bottom-right causal, or as told."""
 
     causal: bool = False
-    visible_SS: Tensor | None = None
-    """bool, True where a query sees a key; every row has at least one True."""
+    visible: Tensor | None = None
+    """bool [S, T], True where a query sees a key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """From products to scores: ``softcap * tanh(q.k * scale / softcap)``."""
+
+    scale: float
+    softcap: float | None = None
 
 
 class AttentionBackend(Protocol):
@@ -39,10 +47,10 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool: ...
+    def supports(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> bool: ...
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scoring: Scoring
     ) -> tuple[Tensor, Tensor]: ...
 
     def backward(
@@ -54,7 +62,7 @@ class AttentionBackend(Protocol):
         out: Tensor,
         lse: Tensor,
         mask: Mask,
-        scale: float,
+        scoring: Scoring,
     ) -> Gradients: ...
 
 
@@ -63,24 +71,27 @@ class ReferenceBackend:
 
     name = "reference"
 
-    def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    def supports(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> bool:
         return True
 
-    def _scores(self, q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
-        scores_KGST = torch.einsum("kgsh,kth->kgst", q, k) * scale
+    def _scores(self, q: Tensor, k: Tensor, mask: Mask, scoring: Scoring) -> Tensor:
+        scores_KGST = torch.einsum("kgsh,kth->kgst", q, k) * scoring.scale
+        if scoring.softcap is not None:
+            scores_KGST = torch.tanh(scores_KGST / scoring.softcap) * scoring.softcap
         visible = _visible(mask, q.shape[-2], k.shape[-2], q.device)
         if visible is not None:
             scores_KGST = scores_KGST.masked_fill(~visible, -torch.inf)
         return scores_KGST
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
         acc = accumulation_dtype(q.dtype)
         q_KGSH = _grouped(q.to(acc), k.shape[1])
-        scores = self._scores(q_KGSH, k[0].to(acc), mask, scale)
+        scores = self._scores(q_KGSH, k[0].to(acc), mask, scoring)
         lse = scores.logsumexp(-1)
-        weights = torch.exp(scores - lse.unsqueeze(-1))
+        # a query may see nothing here (a window that ends below the path): weight 0
+        weights = torch.exp(scores - lse.unsqueeze(-1)).nan_to_num_(nan=0.0)
         out = torch.einsum("kgst,kth->kgsh", weights, v[0].to(acc))
         return out.flatten(0, 1)[None].to(q.dtype), lse.flatten(0, 1)[None]
 
@@ -93,7 +104,7 @@ class ReferenceBackend:
         out: Tensor,
         lse: Tensor,
         mask: Mask,
-        scale: float,
+        scoring: Scoring,
     ) -> Gradients:
         acc = accumulation_dtype(q.dtype)
         num_kv = k.shape[1]
@@ -101,12 +112,15 @@ class ReferenceBackend:
             _grouped(q.to(acc), num_kv),
             _grouped(grad_out.to(acc), num_kv),
         )
-        scores = self._scores(q_KGSH, k[0].to(acc), mask, scale)
+        scores = self._scores(q_KGSH, k[0].to(acc), mask, scoring)
         lse_KGS = lse[0].unflatten(0, (num_kv, -1))
         weights = torch.exp(scores - lse_KGS.unsqueeze(-1))
         delta = (do_KGSH * _grouped(out.to(acc), num_kv)).sum(-1, keepdim=True)
         grad_weights = torch.einsum("kgsh,kth->kgst", do_KGSH, v[0].to(acc))
-        grad_scores = weights * (grad_weights - delta) * scale
+        grad_scores = weights * (grad_weights - delta) * scoring.scale
+        if scoring.softcap is not None:
+            slope = 1 - (scores.nan_to_num(neginf=0.0) / scoring.softcap) ** 2
+            grad_scores = grad_scores * slope
         grad_q = torch.einsum("kgst,kth->kgsh", grad_scores, k[0].to(acc))
         grad_k = torch.einsum("kgst,kgsh->kth", grad_scores, q_KGSH)
         grad_v = torch.einsum("kgst,kgsh->kth", weights, do_KGSH)
@@ -118,17 +132,17 @@ class FlashCpuBackend:
 
     name = "flash_cpu"
 
-    def supports(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    def supports(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> bool:
         same_width = q.shape[-1] == k.shape[-1] == v.shape[-1]
-        return q.device.type == "cpu" and same_width
+        return q.device.type == "cpu" and same_width and scoring.softcap is None
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scoring: Scoring
     ) -> tuple[Tensor, Tensor]:
         num_heads, num_queries = q.shape[1], q.shape[2]
         q, k, v, bias = self._arrange(q, k, v, mask)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, mask.causal, attn_mask=bias, scale=scale
+            q, k, v, 0.0, mask.causal, attn_mask=bias, scale=scoring.scale
         )
         return (
             out.reshape(1, num_heads, num_queries, -1),
@@ -144,7 +158,7 @@ class FlashCpuBackend:
         out: Tensor,
         lse: Tensor,
         mask: Mask,
-        scale: float,
+        scoring: Scoring,
     ) -> Gradients:
         shape, num_kv = q.shape, k.shape[1]
         q, k, v, bias = self._arrange(q, k, v, mask)
@@ -158,7 +172,7 @@ class FlashCpuBackend:
             0.0,
             mask.causal,
             attn_mask=bias,
-            scale=scale,
+            scale=scoring.scale,
         )
         grad_q, grad_k, grad_v = grads
         if grad_k.shape[1] != num_kv:  # heads were repeated: sum over each group
@@ -172,16 +186,16 @@ class FlashCpuBackend:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Make the head counts equal: fold q without a mask, else repeat k and v."""
         group = q.shape[1] // k.shape[1]
-        if not mask.causal and mask.visible_SS is None:
+        if not mask.causal and mask.visible is None:
             q = q.reshape(1, k.shape[1], group * q.shape[2], q.shape[3])
             return q, k, v, None
         if group > 1:
             k = k.repeat_interleave(group, 1)
             v = v.repeat_interleave(group, 1)
         bias = None
-        if mask.visible_SS is not None:
-            bias = torch.zeros_like(mask.visible_SS, dtype=q.dtype)
-            bias = bias.masked_fill_(~mask.visible_SS, -torch.inf)[None, None]
+        if mask.visible is not None:
+            bias = torch.zeros_like(mask.visible, dtype=q.dtype)
+            bias = bias.masked_fill_(~mask.visible, -torch.inf)[None, None]
         return q, k, v, bias
 
 
@@ -197,8 +211,8 @@ def _grouped(x_1NSH: Tensor, num_kv: int) -> Tensor:
 def _visible(
     mask: Mask, num_queries: int, num_keys: int, device: torch.device
 ) -> Tensor | None:
-    if mask.visible_SS is not None or not mask.causal:
-        return mask.visible_SS
+    if mask.visible is not None or not mask.causal:
+        return mask.visible
     ones = torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
     return ones.tril_(num_keys - num_queries)
 
@@ -208,21 +222,31 @@ BACKENDS: dict[str, AttentionBackend] = {
 }
 
 
-def select_backend(name: str, q: Tensor, k: Tensor, v: Tensor) -> AttentionBackend:
+def select_backend(
+    name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, path_mask: Mask
+) -> AttentionBackend:
     """The backend called ``name``, or for ``auto`` the first that can do the job.
+
+    Sliding windows go to the reference: a query may see nothing of the path, which
+    flash kernels do not take.
 
     Raises:
         ValueError: no backend of that name, or it cannot take these tensors.
     """
-    if name == "auto":
-        return next(b for b in BACKENDS.values() if b.supports(q, k, v))
-    if name not in BACKENDS:
+    if name != "auto" and name not in BACKENDS:
         raise ValueError(
             f"attention_backend={name!r}; expected auto or one of {sorted(BACKENDS)}"
         )
-    if not BACKENDS[name].supports(q, k, v):
+    reference = BACKENDS[ReferenceBackend.name]
+    if path_mask.visible is not None:
+        return reference
+    if name == "auto":
+        candidates = iter(BACKENDS.values())
+        return next(b for b in candidates if b.supports(q, k, v, scoring))
+    if not BACKENDS[name].supports(q, k, v, scoring):
         raise ValueError(
             f"attention_backend={name!r} cannot take device={q.device.type} with head "
-            f"sizes q={q.shape[-1]}, k={k.shape[-1]}, v={v.shape[-1]}; use auto"
+            f"sizes q={q.shape[-1]}, k={k.shape[-1]}, v={v.shape[-1]} and "
+            f"softcap={scoring.softcap}; use auto"
         )
     return BACKENDS[name]

@@ -35,7 +35,6 @@ class TreeTensors:
     cut: Fragmentation
     tokens: Tensor
     """[tree tokens], int64."""
-    max_depth: int
 
     @classmethod
     def of(
@@ -44,7 +43,7 @@ class TreeTensors:
         tokens = np.concatenate(
             [node.tokens for node in tree.nodes] or [np.empty(0, np.int64)]
         )
-        return cls(tree, cut, torch.from_numpy(tokens).to(device), tree.max_depth)
+        return cls(tree, cut, torch.from_numpy(tokens).to(device))
 
     def next_tokens(self, segment: Segment) -> list[int]:
         """Tree tokens that may follow a segment's last one."""
@@ -165,9 +164,9 @@ class BlockRunner:
         block = BlockAttention(
             path=self._path,
             path_tokens=path_tokens,
+            depth_S=self._on_device(layout.depth_S),
             mask=self._mask(layout),
             backend_name=self._config.attention_backend,
-            max_depth=self._tensors.max_depth,
             keep_kv=keep_kv,
         )
         logprob_E, entropy_R = self._outputs(layout, block)
@@ -183,7 +182,7 @@ class BlockRunner:
     def _mask(self, layout: BlockLayout) -> Mask:
         if layout.visible_SS is None:
             return Mask(causal=True)
-        return Mask(visible_SS=self._on_device(layout.visible_SS))
+        return Mask(visible=self._on_device(layout.visible_SS))
 
     def _outputs(
         self, layout: BlockLayout, block: BlockAttention
@@ -221,7 +220,7 @@ class BlockRunner:
         with active_block(block, len(self._path.layers)):
             output = model(
                 input_ids=self._tensors.tokens[token_S][None],
-                position_ids=self._on_device(layout.depth_S)[None],
+                position_ids=block.depth_S[None],
                 use_cache=False,
                 # a block may be there for its K/V alone: project one row, read none
                 logits_to_keep=self._on_device(layout.row_R)

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+# What a layer may ask its attention for: see executor/attention.py.
+_SERVED = frozenset({"sliding_window", "softcap", "s_aux"})
 # Keyword arguments of attention calls that change nothing here: bookkeeping, or facts
 # about packing and caches that a tree block does not have.
 _HARMLESS = frozenset(
@@ -78,9 +80,6 @@ def _config_reasons(config: Any) -> list[str]:
     odd = sorted(set(layer_types) - _SPLITTABLE_LAYERS)
     if odd:
         reasons.append(f"layer types {odd} cannot be split at a prefix")
-    for key in ("attn_logit_softcapping", "attention_logit_softcapping"):
-        if getattr(config, key, None):
-            reasons.append(f"{key}={getattr(config, key)}: soft-capped attention")
     if getattr(config, "alibi", False):
         reasons.append("alibi biases")
     for rope_type in _rope_types(config):
@@ -133,7 +132,6 @@ def check_attention_call(
     query: Tensor,
     attention_mask: Tensor | None,
     dropout: float,
-    max_depth: int,
     kwargs: dict[str, Any],
 ) -> None:
     """Refuse what a layer asks for and a tree block does not do.
@@ -141,12 +139,10 @@ def check_attention_call(
     Raises:
         UnsupportedModelError: names the layer, what it asked for and the remedy.
     """
-    asked = {k: v for k, v in kwargs.items() if v is not None and k not in _HARMLESS}
-    window = asked.pop("sliding_window", None)
+    known = _HARMLESS | _SERVED
+    asked = {k: v for k, v in kwargs.items() if v is not None and k not in known}
     problem = None
-    if window is not None and max_depth > window:
-        problem = f"sliding_window={window} is shorter than the path ({max_depth})"
-    elif asked.pop("is_causal", True) is False or (
+    if asked.pop("is_causal", True) is False or (
         getattr(module, "is_causal", True) is False
     ):
         problem = "it is not causal"

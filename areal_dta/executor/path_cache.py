@@ -44,16 +44,17 @@ class LayerPath:
             self._grad_k[:, :, start:end] = 0
             self._grad_v[:, :, start:end] = 0
 
-    def read(self, depth: int) -> tuple[Tensor, Tensor]:
-        """k, v of the path above ``depth``, [1, K, depth, H], views."""
+    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """k, v of the path at depth [start, end), [1, K, end - start, H], views."""
         assert self._k is not None and self._v is not None
-        return self._k[:, :, :depth], self._v[:, :, :depth]
+        return self._k[:, :, start:end], self._v[:, :, start:end]
 
-    def add_gradients(self, grad_k: Tensor, grad_v: Tensor) -> None:
-        """Add [1, K, n, H] to the gradients of the first n path tokens."""
+    def add_gradients(self, start: int, grad_k: Tensor, grad_v: Tensor) -> None:
+        """Add [1, K, n, H] to the gradients of the path at [start, start + n)."""
         assert self._grad_k is not None and self._grad_v is not None
-        self._grad_k[:, :, : grad_k.shape[2]] += grad_k
-        self._grad_v[:, :, : grad_v.shape[2]] += grad_v
+        end = start + grad_k.shape[2]
+        self._grad_k[:, :, start:end] += grad_k
+        self._grad_v[:, :, start:end] += grad_v
 
     def gradients(self, start: int, end: int) -> tuple[Tensor, Tensor]:
         assert self._grad_k is not None and self._grad_v is not None

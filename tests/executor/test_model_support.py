@@ -28,10 +28,12 @@ def build(model_type: str, **overrides):
 @pytest.mark.parametrize(
     ("model_type", "overrides", "reason"),
     [
-        ("mistral", {"sliding_window": 6}, "sliding_window=6 is shorter"),
-        ("gemma2", {"sliding_window": 100}, "attn_logit_softcapping"),
-        ("gemma3_text", {"sliding_window": 6}, "sliding_window=6 is shorter"),
-        ("gpt_oss", {"num_local_experts": 4, "sliding_window": 100}, "s_aux"),
+        (
+            "gemma3_text",
+            {"use_bidirectional_attention": True},
+            "not causal|attention mask of its own",
+        ),
+        ("bloom", {}, "layers called the attention interface"),
         (
             "llama",
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0,

@@ -117,6 +117,29 @@ def test_random_trees_in_fp32():
         compare(model, batch, ExecutorConfig(int(rng.integers(1, 64)), 50))
 
 
+# What the attention of some models asks for beyond softmax(q k).
+SPECIAL = {
+    "mistral": {"sliding_window": 6},
+    "gemma2": {"sliding_window": 6, "attn_logit_softcapping": 3.0,
+               "final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8},
+    "gemma3_text": {"sliding_window": 6, "query_pre_attn_scalar": 8,
+                    "layer_types": ["sliding_attention", "full_attention"]},
+    "gpt_oss": {"sliding_window": 6, "num_local_experts": 4,
+                "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1,
+              "layer_types": ["full_attention", "sliding_attention"]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("budgets", [(3, 0), (16, 30), (512, None)])
+def test_windows_soft_caps_and_sinks(name, budgets):
+    eager = {"attn_implementation": "eager"} if name != "mistral" else {}
+    model = tiny_model(name, torch.float32, **SPECIAL[name], **eager)
+    batch = random_batch(np.random.default_rng(11), 10, 24, VOCAB_SIZE)
+    compare(model, batch, ExecutorConfig(*budgets))
+
+
 def test_a_window_that_covers_the_longest_path_is_exact():
     model = tiny_model("mistral", sliding_window=16)
     batch = [[1, *range(3, 17)], [1, 3, 4, 9], [1, 3]]
