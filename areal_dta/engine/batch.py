@@ -1,0 +1,198 @@
+"""A rank's share of a batch: padded rows, AReaL's micro-batches, packed loss inputs.
+
+# B = rows, S = padded width, T = packed tokens
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from areal.api.cli_args import MicroBatchSpec
+from areal.utils.data import (
+    DEFAULT_MAX_TOKENS_PER_MB,
+    MicroBatchList,
+    TrajBatchMeta,
+    allocate_balanced_mbs,
+    amend_position_ids,
+    concat_batch,
+    get_batch_size,
+    pack_tensor_dict,
+    tensor_container_to,
+)
+
+from areal_dta.engine.dummy import template_of, zero_rows
+from areal_dta.engine.session import PeerFailure
+
+BatchInput = list[dict[str, Any]] | dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RankBatch:
+    """The rows of one rank and how AReaL would cut them into micro-batches."""
+
+    rows: dict[str, Any]
+    """Padded tensors [B, S, ...], per-row tensors [B] and whatever else came; on the
+    CPU, as packing reads lengths row by row."""
+    lengths: list[int]
+    micro_batches: list[list[int]]
+    """Row numbers; no row in two of them. None is empty."""
+    meta: TrajBatchMeta | None
+    """How to split outputs again when the input was a list of trajectories."""
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.lengths)
+
+    def sequences(self) -> tuple[list[np.ndarray], list[int]]:
+        """The non-empty sequences, and the row of each."""
+        if not self.num_rows:
+            return [], []
+        input_ids_BS = self.rows["input_ids"].numpy()
+        row_of = [row for row, length in enumerate(self.lengths) if length]
+        return [input_ids_BS[row, : self.lengths[row]] for row in row_of], row_of
+
+    def pack(self, row_numbers: list[int], device: torch.device) -> dict[str, Any]:
+        """The loss input for some rows, with the keys of AReaL's micro-batches.
+
+        Unlike AReaL's, per-row values [B] are cut to the chosen rows as well.
+        """
+        index = torch.tensor(row_numbers)
+        chosen: dict[str, Any] = {}
+        for key, value in self.rows.items():
+            if torch.is_tensor(value) and value.ndim and len(value) == self.num_rows:
+                chosen[key] = value[index]
+            elif isinstance(value, list) and len(value) == self.num_rows:
+                chosen[key] = [value[row] for row in row_numbers]
+            else:
+                chosen[key] = value
+        packed = tensor_container_to(pack_tensor_dict(chosen), device)
+        packed["max_seqlen"] = int(packed["max_seqlen"])
+        packed["max_length_q"] = packed["max_length_k"] = packed["max_seqlen"]
+        packed["cu_seq_lens_q"] = packed["cu_seq_lens_k"] = packed["cu_seqlens"]
+        packed["use_cache"] = False
+        packed["attention_mask"] = {"full_attention": None, "sliding_attention": None}
+        return packed
+
+    def micro_batch_list(self, mb_spec: MicroBatchSpec) -> MicroBatchList:
+        """AReaL's own form of the micro-batches, for its output helpers."""
+        forward = [row for rows in self.micro_batches for row in rows]
+        backward = np.empty(self.num_rows, dtype=np.int64)
+        backward[forward] = np.arange(self.num_rows)
+        return MicroBatchList(
+            data=self.rows,
+            mb_spec=mb_spec,
+            mbs=[],
+            group_lens=[sum(self.lengths[r] for r in m) for m in self.micro_batches],
+            forward_indices=forward,
+            backward_indices=backward.tolist(),
+        )
+
+
+def load_batch(input_: BatchInput, mb_spec: MicroBatchSpec) -> RankBatch:
+    """Take in what AReaL gives ``train_batch``; ``[]`` or no rows mean an empty rank.
+
+    Micro-batches are allocated by AReaL's own function, but on this rank alone: ranks
+    need not have the same number of them.
+
+    Raises:
+        ValueError: the rows are not right-padded, or one exceeds max_tokens_per_mb.
+    """
+    meta = None
+    if isinstance(input_, list):
+        given, meta = concat_batch(input_)
+    else:
+        given = input_
+    if get_batch_size(given) == 0:
+        return RankBatch({}, [], [], meta)
+    missing = {"input_ids", "attention_mask"} - given.keys()
+    if missing:
+        raise ValueError(
+            f"the batch lacks {sorted(missing)}; expected padded [rows, width] "
+            f"tensors input_ids and attention_mask, got the keys {sorted(given)}"
+        )
+    rows = tensor_container_to(amend_position_ids(dict(given)), "cpu")
+    lengths = _right_padded_lengths(rows["attention_mask"])
+    return RankBatch(rows, lengths, _allocate(lengths, mb_spec), meta)
+
+
+def pad_to_labels(values: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
+    """Pack per-sequence values [len - 1] as AReaL packs them, [len] each.
+
+    The last position of a sequence has no next token. AReaL leaves the logprob of
+    whatever token the packing puts next there, which no loss reads; here it is 0.
+    """
+    return torch.cat(
+        [
+            F.pad(value, (0, length - len(value)))
+            for value, length in zip(values, lengths, strict=True)
+        ]
+    )
+
+
+def load_together(
+    input_: BatchInput, mb_spec: MicroBatchSpec, group: dist.ProcessGroup
+) -> tuple[RankBatch, RankBatch | None]:
+    """``load_batch`` on every rank; collective over ``group``.
+
+    Returns:
+        The batch; and on a rank without rows one row of one token, zero in every key
+        of its peers' rows, on which a loss can be called for its statistics' keys.
+
+    Raises:
+        ValueError: as ``load_batch``.
+        PeerFailure: another rank could not load its rows.
+    """
+    error = None
+    batch = RankBatch({}, [], [], None)
+    try:
+        batch = load_batch(input_, mb_spec)
+    except Exception as e:  # raised below, when the peers know
+        error = e
+    peers: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(peers, (error is None, template_of(batch.rows)), group=group)
+    if error is not None:
+        raise error
+    failed = [rank for rank, (is_good, _) in enumerate(peers) if not is_good]
+    if failed:
+        raise PeerFailure(f"ranks {failed} could not load their rows; see their logs")
+    template = next((rows for _, rows in peers if rows), None)
+    if batch.num_rows or template is None:
+        return batch, None
+    return batch, RankBatch(zero_rows(template, 1), [1], [[0]], None)
+
+
+def _right_padded_lengths(mask_BS: torch.Tensor) -> list[int]:
+    mask_BS = mask_BS.bool()
+    lengths_B = mask_BS.sum(-1)
+    depth_S = torch.arange(mask_BS.shape[-1], device=mask_BS.device)
+    wrong_B = (mask_BS != (depth_S < lengths_B[:, None])).any(-1)
+    if wrong_B.any():
+        raise ValueError(
+            f"rows {wrong_B.nonzero().flatten().tolist()} of attention_mask are not "
+            "right-padded; expected the tokens of a row first, then its padding"
+        )
+    return lengths_B.tolist()
+
+
+def _allocate(lengths: list[int], mb_spec: MicroBatchSpec) -> list[list[int]]:
+    limit = mb_spec.max_tokens_per_mb or DEFAULT_MAX_TOKENS_PER_MB
+    if max(lengths) > limit:
+        raise ValueError(
+            f"mb_spec.max_tokens_per_mb={limit} < row {int(np.argmax(lengths))} "
+            f"({max(lengths)} tokens): raise it or filter the rollout"
+        )
+    # A rank may have fewer rows than micro-batches are asked for.
+    num_wanted = min(mb_spec.n_mbs or 1, len(lengths))
+    num_multiple = mb_spec.n_mbs_divisor if mb_spec.n_mbs_divisor <= num_wanted else 1
+    spec = MicroBatchSpec.new(
+        mb_spec,
+        n_mbs=num_wanted,
+        max_tokens_per_mb=limit,
+        n_mbs_divisor=num_multiple,
+    )
+    return allocate_balanced_mbs(spec, lengths)

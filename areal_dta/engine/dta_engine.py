@@ -1,0 +1,289 @@
+"""AReaL's FSDP engine with its three batch calls through the tree executor.
+
+Loading, optimizer, clipping, checkpoints, weight updates and offload are AReaL's. What
+changes is how ``train_batch``, ``eval_batch`` and ``forward_batch`` get the logprobs:
+every token of the prefix tree of this rank's rows is computed once.
+
+Invariants, and the tests that hold them (tests/engine):
+  * gradients, losses and statistics equal AReaL's: test_parity.py
+  * ranks with different or no rows never wait for one another in between, and the
+    result equals that of one rank on all rows: test_two_ranks.py
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from areal.api import FinetuneSpec, ParallelStrategy
+from areal.api.cli_args import TrainEngineConfig
+from areal.engine.core import reorder_and_pad_outputs
+from areal.engine.fsdp_engine import FSDPEngine
+from areal.utils import logging
+from areal.utils.data import split_batch
+from areal.utils.perf_tracer import trace_scope
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from areal_dta.engine.batch import (
+    BatchInput,
+    RankBatch,
+    load_together,
+    pad_to_labels,
+)
+from areal_dta.engine.checks import (
+    check_actor_config,
+    check_model_config,
+    effective_config,
+)
+from areal_dta.engine.loss import MicroBatchLoss
+from areal_dta.engine.session import forward_pass, training_pass
+from areal_dta.engine.statistics import LossStatistics, TrainingWork, derive_ratios
+from areal_dta.executor import ExecutorConfig, TreeExecutor, check_model_supported
+from areal_dta.plan import FlopModel, build_schedule
+from areal_dta.tree import PrefixTree
+
+LossFn = Callable[..., Tensor]
+LossWeightFn = Callable[[dict[str, Any]], Tensor]
+
+
+class DTAEngine(FSDPEngine):
+    """Data-parallel training on prefix trees.
+
+    Options come from ``config.dta`` (``block_tokens``, ``retain_tokens``) where the
+    configuration has it, else the executor's defaults hold.
+
+    Raises:
+        ValueError: the configuration or the model asks for what trees cannot do.
+    """
+
+    def __init__(self, config: TrainEngineConfig) -> None:
+        messages = check_actor_config(config)
+        super().__init__(effective_config(config))
+        if self.is_vision_model:
+            raise ValueError(
+                f"{self.config.path}: vision models ({self.model_config.model_type}) "
+                "are not supported by the tree engine; use actor.backend=fsdp:dN"
+            )
+        messages += check_model_config(self.model_config, config.disable_dropout)
+        _check_architecture(self.model_config)
+        logger = logging.getLogger("DTAEngine")
+        for message in messages:
+            logger.warning(message)
+        self._executor: TreeExecutor | None = None
+        self._flop_model: FlopModel | None = None
+
+    def create_process_group(
+        self, parallel_strategy: ParallelStrategy | None = None
+    ) -> None:
+        ps = parallel_strategy
+        if ps is not None and ps.world_size != ps.data_parallel_size:
+            raise ValueError(
+                f"the tree engine supports data parallelism only, got {ps}; use "
+                f"actor.backend=dta:d{ps.world_size}"
+            )
+        super().create_process_group(parallel_strategy)
+
+    def initialize(
+        self, addr: str | None, ft_spec: FinetuneSpec, *args: Any, **kwargs: Any
+    ) -> None:
+        super().initialize(addr, ft_spec, *args, **kwargs)
+        options = getattr(self.config, "dta", None)
+        budgets = {}
+        if options is not None:
+            budgets = {
+                "block_tokens": options.block_tokens,
+                "retain_tokens": options.retain_tokens,
+            }
+        self._executor = TreeExecutor(
+            self.model, ExecutorConfig(temperature=self.config.temperature, **budgets)
+        )
+        try:
+            self._flop_model = FlopModel.from_config(self.model_config)
+        except ValueError as error:
+            self.logger.warning(f"no dta/predicted_saving: {error}")
+
+    def destroy(self) -> None:
+        self._executor = None
+        super().destroy()
+
+    def train_batch(
+        self, input_: BatchInput, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    ) -> dict[str, float]:
+        """One optimizer step. Collective; a rank may have no rows.
+
+        The loss is called on the sequences that end in one block and lie in one of
+        AReaL's micro-batches, packed; each call is scaled by its weight over the
+        total of all ranks, so the weights must add up over rows.
+        """
+        self._ensure_ready()
+        self.optimizer_zero_grad()
+        batch, dummy = load_together(input_, self.config.mb_spec, self.cpu_group)
+        tree, row_of = _build_tree(batch)
+        statistics = LossStatistics()
+        micro_batch_loss = MicroBatchLoss(
+            batch, loss_fn, loss_weight_fn, statistics, self.device
+        )
+        total_weight = self._total_weight(micro_batch_loss)
+
+        def group_loss(
+            indices: list[int], logprobs: list[Tensor], entropies: list[Tensor]
+        ) -> Tensor:
+            rows = [row_of[i] for i in indices]
+            loss = micro_batch_loss(rows, logprobs, entropies, total_weight)
+            # FSDP averages over the ranks; the total is over all of them already.
+            return loss * self.parallel_helper.dp_size
+
+        executor = self._ready_executor()
+        with (
+            trace_scope("dta_engine.forward_backward"),
+            training_pass(self.model, self.cpu_group),
+        ):
+            total = executor.forward_backward_groups(tree, group_loss)
+        micro_batch_loss.call_silently_if_unused(dummy)
+        statistics.flush()
+        self._record(tree, executor, total / self.parallel_helper.dp_size)
+        stats: dict[str, float] = self.optimizer_step()
+        stats["num_micro_batches"] = len(batch.micro_batches)
+        return stats
+
+    @torch.no_grad()
+    def eval_batch(
+        self, input_: BatchInput, loss_fn: LossFn, loss_weight_fn: LossWeightFn
+    ) -> Tensor:
+        """The loss of all ranks' rows, one call a micro-batch. Collective."""
+        self._ensure_ready()
+        batch, dummy = load_together(input_, self.config.mb_spec, self.cpu_group)
+        statistics = LossStatistics()
+        micro_batch_loss = MicroBatchLoss(
+            batch, loss_fn, loss_weight_fn, statistics, self.device
+        )
+        total_weight = self._total_weight(micro_batch_loss)
+        logprobs, entropies = self._forward_rows(batch)
+        loss = torch.zeros((), dtype=torch.float32, device=self.device)
+        for rows in batch.micro_batches:
+            values = [logprobs[r] for r in rows], [entropies[r] for r in rows]
+            loss += micro_batch_loss(rows, *values, total_weight).float()
+        micro_batch_loss.call_silently_if_unused(dummy)
+        statistics.flush()
+        dist.all_reduce(loss, group=self.dp_group)
+        return loss
+
+    @torch.no_grad()
+    def forward_batch(
+        self,
+        input_: BatchInput,
+        output_seqlens: list[int] | None = None,
+        aggregate_fn: Callable[[list[Tensor]], Tensor] = torch.cat,
+    ) -> Tensor | list[Tensor]:
+        """Logprobs [rows, longest], entry t of token t+1, 0 at the last position.
+
+        A list of trajectories gives a list again. Collective; a rank may have no
+        rows and gets [0, 0] or an empty list.
+        """
+        self._ensure_ready()
+        batch, _ = load_together(input_, self.config.mb_spec, self.cpu_group)
+        if output_seqlens is not None and output_seqlens != batch.lengths:
+            raise ValueError(
+                f"output_seqlens={output_seqlens}; expected the lengths in "
+                f"attention_mask, {batch.lengths}"
+            )
+        logprobs, _ = self._forward_rows(batch)
+        if not batch.num_rows:
+            empty = torch.zeros((0, 0), dtype=torch.float32, device=self.device)
+            return empty if batch.meta is None else [empty] * batch.meta.n_trajs
+        outputs = [
+            pad_to_labels([logprobs[r] for r in rows], [batch.lengths[r] for r in rows])
+            for rows in batch.micro_batches
+        ]
+        result = reorder_and_pad_outputs(
+            outputs,
+            batch.lengths,
+            batch.micro_batch_list(self.config.mb_spec),
+            aggregate_fn,
+        )
+        return result if batch.meta is None else split_batch(result, batch.meta)
+
+    def export_stats(self) -> dict[str, float]:
+        return derive_ratios(super().export_stats())
+
+    def _create_device_model(self) -> None:
+        super()._create_device_model()
+        if self.config.disable_dropout:
+            # AReaL reaches the Dropout modules only; attention keeps its rate aside.
+            _zero_dropout_rates(self.model)
+
+    def _ready_executor(self) -> TreeExecutor:
+        if self._executor is None:
+            raise RuntimeError("the engine is not initialized; call initialize() first")
+        return self._executor
+
+    def _total_weight(self, loss: MicroBatchLoss) -> float:
+        total = torch.tensor(loss.local_weight(), dtype=torch.float64)
+        dist.all_reduce(total, group=self.cpu_group)
+        if not total > 0:
+            raise ValueError(
+                f"the loss weights of all ranks add up to {float(total)}; expected "
+                "more than 0: does any token of the batch have loss_mask set?"
+            )
+        return float(total)
+
+    def _forward_rows(self, batch: RankBatch) -> tuple[list[Tensor], list[Tensor]]:
+        """Logprobs and entropies [len - 1] of each row ([0] of an empty one)."""
+        tree, row_of = _build_tree(batch)
+        executor = self._ready_executor()
+        with trace_scope("dta_engine.forward"), forward_pass(self.model):
+            outputs = executor.forward(tree)
+        nothing = torch.zeros(0, dtype=torch.float32, device=self.device)
+        logprobs = [nothing] * batch.num_rows
+        entropies = [nothing] * batch.num_rows
+        for row, output in zip(row_of, outputs, strict=True):
+            logprobs[row], entropies[row] = output.logprobs, output.entropy
+        return logprobs, entropies
+
+    def _record(self, tree: PrefixTree, executor: TreeExecutor, loss: float) -> None:
+        stats, config = executor.last_stats, executor.config
+        assert stats is not None
+        dense_flops = tree_flops = 0.0
+        if self._flop_model is not None:
+            schedule = build_schedule(tree, config.block_tokens, config.retain_tokens)
+            lengths = map(tree.sequence_length, range(tree.num_sequences))
+            dense_flops = self._flop_model.dense(lengths)
+            tree_flops = self._flop_model.schedule(schedule)
+        TrainingWork(
+            sequence_tokens=stats.num_sequence_tokens,
+            tree_tokens=stats.num_tree_tokens,
+            computed_tokens=stats.num_forward_tokens,
+            num_blocks=stats.num_blocks,
+            dense_flops=dense_flops,
+            tree_flops=tree_flops,
+            loss=loss,
+        ).record(self.dp_rank == 0, self.device)
+
+
+def _build_tree(batch: RankBatch) -> tuple[PrefixTree, list[int]]:
+    """The tree of the non-empty rows, and the row of each of its sequences."""
+    sequences, row_of = batch.sequences()
+    return PrefixTree.from_sequences(sequences), row_of
+
+
+def _check_architecture(hf_config: Any) -> None:
+    """Refuse a model by its modules, before its weights are loaded."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(hf_config), trust_remote_code=True
+        )
+    check_model_supported(model, training=False)
+
+
+def _zero_dropout_rates(model: torch.nn.Module) -> None:
+    config: Any = model.config
+    owners: list[tuple[Any, dict[str, Any]]] = [(config, config.to_dict())]
+    owners += [(module, vars(module)) for module in model.modules()]
+    for owner, fields in owners:
+        for name in [n for n in fields if "dropout" in n or n.endswith("pdrop")]:
+            if isinstance(fields[name], float):
+                setattr(owner, name, 0.0)

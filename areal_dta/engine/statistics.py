@@ -1,0 +1,182 @@
+"""Statistics of a step that stay equal to AReaL's although the loss is called often.
+
+AReaL calls the loss once per micro-batch, the tree engine once per block. AReaL's
+``stats_tracker`` sums token-level statistics with their denominators over calls, so
+those are equal by themselves. Two kinds are not, and are mended here:
+
+* scalars logged by the loss become means over calls: they are combined into the one
+  value per micro-batch that a single call would have logged;
+* exporting aborts when a rank never logged a key that another did: a rank whose loss
+  never ran records the same keys, with nothing counted.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from areal.utils import stats_tracker
+from areal.utils.stats_tracker import DistributedStatsTracker, ReduceType
+
+_COUNT_KEY = "n_valid_generated_tokens"  # next to the staleness averages
+_NAME = "dta"  # scope of our own statistics
+_SUMS = (
+    "sequence_tokens",
+    "tree_tokens",
+    "computed_tokens",
+    "num_blocks",
+    "dense_flops",
+    "tree_flops",
+    "loss",
+)
+
+
+@dataclass(slots=True)
+class _Logged:
+    value: float
+    weight: float
+
+
+class LossStatistics:
+    """Collects what the loss calls of one ``train_batch`` or ``eval_batch`` log."""
+
+    def __init__(self, tracker: DistributedStatsTracker | None = None) -> None:
+        self._tracker = tracker or stats_tracker.DEFAULT_TRACKER
+        # micro-batch -> key -> what each call logged
+        self._scalars: dict[int, dict[str, list[_Logged]]] = defaultdict(
+            lambda: defaultdict(list)
+        )
+        self.num_calls = 0
+
+    @contextmanager
+    def call(self, micro_batch: int, weight: float) -> Iterator[None]:
+        """Around one call of the loss, on part of a micro-batch."""
+        before = self._lengths()
+        yield
+        self.num_calls += 1
+        scalars = self._take_new_scalars(before)
+        for key, values in scalars.items():
+            scope = key.rpartition("/")[0]
+            counts = scalars.get(f"{scope}/{_COUNT_KEY}")
+            call_weight = sum(counts) if counts else weight
+            self._scalars[micro_batch][key].extend(
+                _Logged(value, call_weight) for value in values
+            )
+
+    @contextmanager
+    def silent_call(self) -> Iterator[None]:
+        """Around a call of the loss whose keys are to be known, but not counted."""
+        before = self._lengths()
+        yield
+        self._take_new_scalars(before)
+        tracker = self._tracker
+        with tracker.lock:
+            for key, values in tracker.stats.items():
+                if key not in tracker.denominators:
+                    start = before.get(key, 0)
+                    values[start:] = [
+                        torch.zeros_like(v) if torch.is_tensor(v) else v
+                        for v in values[start:]
+                    ]
+
+    def flush(self) -> None:
+        """Log one value per micro-batch and scalar, as AReaL would have."""
+        tracker = self._tracker
+        with tracker.lock:
+            for _, scalars in sorted(self._scalars.items()):
+                for key, logged in scalars.items():
+                    tracker.reduce_types[key] = ReduceType.SCALAR
+                    tracker.stats[key].append(_combine(key, logged))
+        self._scalars.clear()
+
+    def _lengths(self) -> dict[str, int]:
+        with self._tracker.lock:
+            return {key: len(values) for key, values in self._tracker.stats.items()}
+
+    def _take_new_scalars(self, before: dict[str, int]) -> dict[str, list[float]]:
+        taken: dict[str, list[float]] = {}
+        tracker = self._tracker
+        with tracker.lock:
+            for key in list(tracker.stats):
+                start = before.get(key, 0)
+                values = tracker.stats[key]
+                is_scalar = tracker.reduce_types.get(key) is ReduceType.SCALAR
+                if not is_scalar or key.startswith("timeperf/") or len(values) <= start:
+                    continue
+                taken[key] = list(values[start:])
+                del values[start:]
+                if not values:  # an empty list would export as 0 / 0
+                    del tracker.stats[key]
+        return taken
+
+
+def _combine(key: str, logged: list[_Logged]) -> float:
+    values = [item.value for item in logged]
+    name = key.rpartition("/")[2]
+    if name.endswith("_max"):
+        return max(values)
+    if name.endswith("_min"):
+        return min(values)
+    if name.startswith("n_"):
+        return sum(values)
+    total = sum(item.weight for item in logged)
+    if total == 0:
+        return sum(values) / len(values)
+    return sum(item.value * item.weight for item in logged) / total
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingWork:
+    """What one rank did in one ``train_batch``."""
+
+    sequence_tokens: int
+    tree_tokens: int
+    computed_tokens: int
+    """Tree tokens, and again those that were recomputed."""
+    num_blocks: int
+    dense_flops: float
+    tree_flops: float
+    """As scheduled: recomputation included."""
+    loss: float
+    """This rank's share; the shares of all ranks add up to the loss of the batch."""
+
+    def record(self, counts_update: bool, device: torch.device) -> None:
+        """Add to the step's sums. ``counts_update``: true on exactly one rank;
+        ``device``: where the export's all-reduce can read."""
+        tracker = stats_tracker.get(_NAME)
+        tracker.denominator(
+            work=torch.ones(1, dtype=torch.bool, device=device),
+            num_updates=torch.tensor([counts_update], device=device),
+        )
+        sums = {
+            name: torch.tensor([float(getattr(self, name))], device=device)
+            for name in _SUMS
+        }
+        tracker.stat(denominator="work", reduce_type=ReduceType.SUM, **sums)
+
+
+def derive_ratios(stats: dict[str, float]) -> dict[str, float]:
+    """Turn the exported sums into what the user reads.
+
+    ``dta/sharing_ratio``: sequence tokens over tree tokens; ``dta/predicted_saving``:
+    dense over scheduled FLOPs, the predicted speed-up; ``dta/loss``: mean over the
+    updates of the step. Other sums stay.
+    """
+    stats = dict(stats)
+    num_updates = stats.pop(f"{_NAME}/num_updates", 0.0)
+    stats.pop(f"{_NAME}/work", None)
+    dense = stats.pop(f"{_NAME}/dense_flops", 0.0)
+    tree = stats.pop(f"{_NAME}/tree_flops", 0.0)
+    if not num_updates:
+        return stats
+    stats[f"{_NAME}/loss"] /= num_updates
+    if tree:
+        sequence_tokens = stats[f"{_NAME}/sequence_tokens"]
+        stats[f"{_NAME}/sharing_ratio"] = (
+            sequence_tokens / stats[f"{_NAME}/tree_tokens"]
+        )
+        stats[f"{_NAME}/predicted_saving"] = dense / tree
+    return stats

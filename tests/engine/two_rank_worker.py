@@ -1,0 +1,241 @@
+"""One of two ranks: runs every scenario of test_two_ranks.py and saves the results.
+
+    python -m tests.engine.two_rank_worker RANK DIRECTORY
+
+DIRECTORY holds the models `tiny` and `moe`. Importing AReaL takes seconds, so all
+scenarios share one pair of processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from areal.api import SaveLoadMeta
+from areal.api.cli_args import NormConfig
+from areal.engine.fsdp_engine import FSDPPPOActor
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from areal_dta.config import DTAOptions, DTAPPOActorConfig
+from areal_dta.engine import DTAPPOActor
+from areal_dta.engine.session import PeerFailure, training_pass
+from tests.engine.builders import (
+    actor_config,
+    build_engine,
+    full,
+    grpo_batch,
+    one_sequence_each,
+    parameters,
+    rows_of,
+)
+from tests.engine.checks import grpo_loss, loss_tokens, train_once
+
+COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+NUM_ROWS = 9
+UNEVEN = ([0, 1, 2, 3, 4, 5, 6], [7, 8])
+EVEN = ([0, 2, 4, 6], [1, 3, 5, 7])
+
+
+def union() -> dict:
+    return grpo_batch(num_prompts=3, num_samples=3, seed=7)
+
+
+def trajectories() -> list[dict]:
+    """The union as it comes from the rollout: a prompt's group an item."""
+    batch = union()
+    for key in ("advantages", "prox_logp"):
+        del batch[key]
+    batch["loss_mask"] = batch["loss_mask"].roll(1, -1)
+    batch["rewards"] = torch.arange(NUM_ROWS, dtype=torch.float32) % 4 - 1
+    items = []
+    for i in range(0, NUM_ROWS, 3):
+        item = rows_of(batch, list(range(i, i + 3)))
+        width = int(item["attention_mask"].sum(-1).max())
+        items.append({k: v[:, :width] if v.ndim > 1 else v for k, v in item.items()})
+    return items
+
+
+def tree_engine(model: Path, **overrides: Any) -> Any:
+    config = actor_config(model, **overrides)
+    dta = DTAOptions(block_tokens=4, retain_tokens=6)
+    return build_engine(DTAPPOActor, DTAPPOActorConfig(**vars(config), dta=dta))
+
+
+def actor_options(num_minibatches: int) -> dict[str, Any]:
+    norm = NormConfig(mean_level="batch", std_level="batch", group_size=1)
+    return {
+        "adv_norm": norm,
+        "reward_norm": norm,
+        "ppo_n_minibatches": num_minibatches,
+    }
+
+
+def actor_update(engine: Any, items: list[dict]) -> dict:
+    """A whole step as AReaL's trainer does it."""
+    logp = engine.compute_logp(items)
+    for item, values in zip(items, logp, strict=True):
+        item["prox_logp"] = values
+    items = engine.compute_advantages(items)
+    advantages = [item["advantages"] for item in items]
+    engine.ppo_update(items)
+    return {
+        "logp": list(logp),
+        "advantages": advantages,
+        "parameters": parameters(engine),
+        "stats": engine.export_stats(),
+    }
+
+
+class ExpertModel(nn.Module):
+    """Token n goes to expert n alone; token 0 is what reduces the gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(4, 3)
+        self.experts = nn.ModuleList(nn.Linear(3, 2) for _ in range(4))
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool) -> Any:
+        expert = self.experts[int(input_ids[0, 0])]
+        return SimpleNamespace(logits=expert(self.embed(input_ids)))
+
+
+class Scenarios:
+    """Each method runs on both ranks at once and returns what the test looks at."""
+
+    def __init__(self, rank: int, directory: Path) -> None:
+        self.rank, self.directory = rank, directory
+        self.model = directory / "tiny"
+
+    def uneven_trees(self) -> dict:
+        mine = rows_of(union(), UNEVEN[self.rank])
+        return self._train_eval_forward(tree_engine(self.model), mine)
+
+    def empty_list_on_rank_1(self) -> dict:
+        mine = union() if self.rank == 0 else []
+        return self._train_eval_forward(tree_engine(self.model), mine)
+
+    def empty_rows_on_rank_0(self) -> dict:
+        mine = union() if self.rank == 1 else rows_of(union(), [])
+        return self._train_eval_forward(tree_engine(self.model), mine)
+
+    def weightless_rows_on_rank_1(self) -> dict:
+        mine = rows_of(union(), UNEVEN[self.rank])
+        if self.rank == 1:
+            mine["loss_mask"].zero_()
+        return train_once(tree_engine(self.model), mine)
+
+    def mixture_with_rank_1_empty(self) -> dict:
+        mine = union() if self.rank == 0 else []
+        return train_once(tree_engine(self.directory / "moe"), mine)
+
+    def stock_engine(self) -> dict:
+        mine = rows_of(union(), EVEN[self.rank])
+        spec = one_sequence_each(len(EVEN[0]))
+        engine = build_engine(FSDPPPOActor, actor_config(self.model, mb_spec=spec))
+        return train_once(engine, mine)
+
+    def tree_engine_on_the_same_rows(self) -> dict:
+        mine = rows_of(union(), EVEN[self.rank])
+        return train_once(tree_engine(self.model), mine)
+
+    def rank_1_fails_in_its_loss(self) -> dict:
+        engine, mine = tree_engine(self.model), rows_of(union(), UNEVEN[self.rank])
+
+        def failing_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
+            raise ArithmeticError("no loss today")
+
+        loss_fn = failing_loss if self.rank else grpo_loss()
+        error = _error_of(lambda: engine.train_batch(mine, loss_fn, loss_tokens))
+        return {"error": error, **train_once(engine, mine)}
+
+    def rank_1_has_bad_rows(self) -> dict:
+        engine, mine = tree_engine(self.model), rows_of(union(), UNEVEN[self.rank])
+        bad = copy.deepcopy(mine)
+        if self.rank:
+            bad["attention_mask"][0, 0] = False
+        error = _error_of(lambda: engine.forward_batch(bad))
+        return {"error": error, **train_once(engine, mine)}
+
+    def actor_with_rank_1_empty(self) -> dict:
+        mine = trajectories() if self.rank == 0 else []
+        return actor_update(tree_engine(self.model, **actor_options(2)), mine)
+
+    def actor_with_uneven_items(self) -> dict:
+        items = trajectories()
+        mine = items[:2] if self.rank == 0 else items[2:]
+        return actor_update(tree_engine(self.model, **actor_options(1)), mine)
+
+    def experts_that_one_token_does_not_reach(self) -> dict:
+        torch.manual_seed(0)
+        model = ExpertModel()
+        for expert in model.experts:
+            fully_shard(expert)
+        fully_shard(model)
+        group = dist.new_group(timeout=COLLECTIVE_TIMEOUT)
+        with training_pass(model, group):
+            for _ in range(2 * (1 - self.rank)):  # rank 1 has nothing to do
+                model(torch.tensor([[3]]), use_cache=False).logits.sum().backward()
+        return {name: full(p.grad).clone() for name, p in model.named_parameters()}
+
+    def checkpoint(self) -> dict:
+        engine = tree_engine(self.model)
+        train_once(engine, rows_of(union(), UNEVEN[self.rank]))
+        for weight_format in ("hf", "dcp"):
+            path = str(self.directory / weight_format)
+            engine.save(
+                SaveLoadMeta(path, weight_format, False, engine.tokenizer, None)
+            )
+        return {"parameters": parameters(engine)}
+
+    def _train_eval_forward(self, engine: Any, mine: Any) -> dict:
+        forward = engine.forward_batch(mine)
+        loss = engine.eval_batch(mine, grpo_loss(), loss_tokens)
+        eval_stats = engine.export_stats()
+        return {
+            "forward": forward,
+            "eval": loss,
+            "eval_stats": eval_stats,
+            **train_once(engine, mine),
+            "forward_after": engine.forward_batch(mine),
+        }
+
+
+def _error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (ArithmeticError, ValueError, PeerFailure) as error:
+        return f"{type(error).__name__}: {error}"
+    return "none"
+
+
+def main(rank: int, directory: Path) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    store = directory / "store"
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=2,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+    scenarios = Scenarios(rank, directory)
+    results = {}
+    for name, method in vars(Scenarios).items():
+        if not name.startswith("_"):
+            print(f"scenario {name}", flush=True)
+            results[name] = method(scenarios)
+    torch.save(results, directory / f"rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
