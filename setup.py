@@ -32,8 +32,8 @@ setup(
         # AReaL pins torch, transformers, hydra-core and omegaconf for us: what follows
         # is what we import ourselves, in the ranges that it allows.
         "areal==1.0.4",
+        "aiohttp",
         "datasets",
-        "fastapi",
         "hydra-core",
         "math-verify",
         "matplotlib",
@@ -46,7 +46,6 @@ setup(
         "safetensors",
         "torch",
         "transformers",
-        "uvicorn",
     ],
     extras_require={
         "test": [

@@ -12,6 +12,7 @@ from areal_dta.engine.checks import check_actor_config
 from areal_dta.engine.dta_engine import DTAEngine, LossFn, LossWeightFn
 from areal_dta.engine.dummy import gather_template, zero_rows
 from areal_dta.engine.normalization import CollectiveNormalization
+from areal_dta.engine.positions import Alignment
 from areal_dta.engine.statistics import LossStatistics
 
 if TYPE_CHECKING:
@@ -46,6 +47,15 @@ class DTAPPOActor(DTAEngine, FSDPPPOActor):
         """
         check_actor_config(config)
         return super().as_controller(config, scheduler)
+
+    def compute_logp(self, *args: Any, **kwargs: Any) -> Any:
+        """Logprobs where the (token-aligned) loss mask is set, 0 elsewhere: AReaL
+        masks whatever it does with them."""
+        self._forward_alignment = Alignment.TOKEN
+        try:
+            return super().compute_logp(*args, **kwargs)
+        finally:
+            self._forward_alignment = None
 
     def compute_advantages(self, data: Trajectories) -> Trajectories:
         if data:

@@ -16,6 +16,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from areal.api import FinetuneSpec, ParallelStrategy
@@ -25,6 +26,7 @@ from areal.engine.fsdp_engine import FSDPEngine
 from areal.utils import logging
 from areal.utils.data import split_batch
 from areal.utils.perf_tracer import trace_scope
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -40,10 +42,15 @@ from areal_dta.engine.checks import (
     effective_config,
 )
 from areal_dta.engine.loss import MicroBatchLoss
+from areal_dta.engine.positions import (
+    Alignment,
+    loss_positions,
+    reads_loss_positions_only,
+)
 from areal_dta.engine.session import forward_pass, training_pass
 from areal_dta.engine.statistics import LossStatistics, TrainingWork, derive_ratios
 from areal_dta.executor import ExecutorConfig, TreeExecutor, check_model_supported
-from areal_dta.plan import FlopModel, build_schedule
+from areal_dta.plan import FlopModel
 from areal_dta.tree import PrefixTree
 
 LossFn = Callable[..., Tensor]
@@ -53,8 +60,10 @@ LossWeightFn = Callable[[dict[str, Any]], Tensor]
 class DTAEngine(FSDPEngine):
     """Data-parallel training on prefix trees.
 
-    Options come from ``config.dta`` (``block_tokens``, ``retain_tokens``) where the
-    configuration has it, else the executor's defaults hold.
+    Options come from ``config.dta`` (``block_tokens``, ``retain_tokens``,
+    ``positions``) where the configuration has it, else the executor's defaults hold.
+    With ``positions=auto`` AReaL's own losses get values where their loss mask is set
+    and zeros elsewhere, which they mask; any other loss gets values everywhere.
 
     Raises:
         ValueError: the configuration or the model asks for what trees cannot do.
@@ -74,6 +83,7 @@ class DTAEngine(FSDPEngine):
         for message in messages:
             logger.warning(message)
         self._executor: TreeExecutor | None = None
+        self._forward_alignment: Alignment | None = None
         self._flop_model: FlopModel | None = None
 
     def create_process_group(
@@ -138,11 +148,12 @@ class DTAEngine(FSDPEngine):
             return loss * self.parallel_helper.dp_size
 
         executor = self._ready_executor()
+        positions = self._positions(batch, row_of, _loss_alignment(loss_fn))
         with (
             trace_scope("dta_engine.forward_backward"),
             training_pass(self.model, self.cpu_group),
         ):
-            total = executor.forward_backward_groups(tree, group_loss)
+            total = executor.forward_backward_groups(tree, group_loss, positions)
         micro_batch_loss.call_silently_if_unused(dummy)
         statistics.flush()
         self._record(tree, executor, total / self.parallel_helper.dp_size)
@@ -162,7 +173,7 @@ class DTAEngine(FSDPEngine):
             batch, loss_fn, loss_weight_fn, statistics, self.device
         )
         total_weight = self._total_weight(micro_batch_loss)
-        logprobs, entropies = self._forward_rows(batch)
+        logprobs, entropies = self._forward_rows(batch, _loss_alignment(loss_fn))
         loss = torch.zeros((), dtype=torch.float32, device=self.device)
         for rows in batch.micro_batches:
             values = [logprobs[r] for r in rows], [entropies[r] for r in rows]
@@ -191,7 +202,7 @@ class DTAEngine(FSDPEngine):
                 f"output_seqlens={output_seqlens}; expected the lengths in "
                 f"attention_mask, {batch.lengths}"
             )
-        logprobs, _ = self._forward_rows(batch)
+        logprobs, _ = self._forward_rows(batch, self._forward_alignment)
         if not batch.num_rows:
             empty = torch.zeros((0, 0), dtype=torch.float32, device=self.device)
             return empty if batch.meta is None else [empty] * batch.meta.n_trajs
@@ -231,12 +242,23 @@ class DTAEngine(FSDPEngine):
             )
         return float(total)
 
-    def _forward_rows(self, batch: RankBatch) -> tuple[list[Tensor], list[Tensor]]:
+    def _positions(
+        self, batch: RankBatch, row_of: list[int], alignment: Alignment | None
+    ) -> list[NDArray[np.bool_]] | None:
+        options = getattr(self.config, "dta", None)
+        if getattr(options, "positions", "auto") == "all" or alignment is None:
+            return None
+        return loss_positions(batch, row_of, alignment)
+
+    def _forward_rows(
+        self, batch: RankBatch, alignment: Alignment | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Logprobs and entropies [len - 1] of each row ([0] of an empty one)."""
         tree, row_of = _build_tree(batch)
         executor = self._ready_executor()
+        positions = self._positions(batch, row_of, alignment)
         with trace_scope("dta_engine.forward"), forward_pass(self.model):
-            outputs = executor.forward(tree)
+            outputs = executor.forward(tree, positions)
         nothing = torch.zeros(0, dtype=torch.float32, device=self.device)
         logprobs = [nothing] * batch.num_rows
         entropies = [nothing] * batch.num_rows
@@ -245,11 +267,10 @@ class DTAEngine(FSDPEngine):
         return logprobs, entropies
 
     def _record(self, tree: PrefixTree, executor: TreeExecutor, loss: float) -> None:
-        stats, config = executor.last_stats, executor.config
-        assert stats is not None
+        stats, schedule = executor.last_stats, executor.last_schedule
+        assert stats is not None and schedule is not None
         dense_flops = tree_flops = 0.0
         if self._flop_model is not None:
-            schedule = build_schedule(tree, config.block_tokens, config.retain_tokens)
             lengths = map(tree.sequence_length, range(tree.num_sequences))
             dense_flops = self._flop_model.dense(lengths)
             tree_flops = self._flop_model.schedule(schedule)
@@ -262,6 +283,11 @@ class DTAEngine(FSDPEngine):
             tree_flops=tree_flops,
             loss=loss,
         ).record(self.dp_rank == 0, self.device)
+
+
+def _loss_alignment(loss_fn: LossFn) -> Alignment | None:
+    """How the loss mask names the positions that the loss reads; None: all."""
+    return Alignment.OUTPUT if reads_loss_positions_only(loss_fn) else None
 
 
 def _build_tree(batch: RankBatch) -> tuple[PrefixTree, list[int]]:

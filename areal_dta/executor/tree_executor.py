@@ -61,6 +61,7 @@ class TreeExecutor:
         self.model = model
         self.config = config or ExecutorConfig()
         self.last_stats: ExecutionStats | None = None
+        self.last_schedule: Schedule | None = None
         check_model_supported(model, training=False)
         self._head = HeadCapture(model)
 
@@ -141,6 +142,7 @@ class TreeExecutor:
                     else:
                         traversal.exit(step)
         traversal.finish()
+        self.last_schedule = schedule
         self.last_stats = ExecutionStats.of(tree, schedule)
         return traversal
 

@@ -1,0 +1,1 @@
+"""Rollout side: inference backends and what happens to trajectories as they arrive."""

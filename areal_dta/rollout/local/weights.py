@@ -1,0 +1,181 @@
+"""Loading of weights, at the start and in place.
+
+Only safetensors files are read; nothing is ever unpickled and no code from a checkpoint
+is run. A new checkpoint is read completely, compared with the running model, and
+copied only when everything fits, so a refused one leaves the model as it was.
+"""
+
+import copy
+import inspect
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+#: Layers whose cache is plain keys and values, so that rows can be moved around.
+_SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+_MAX_NAMES = 4
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be loaded into this server."""
+
+
+def pick_device(device: str) -> torch.device:
+    """The device that `device` (cpu, cuda or auto) stands for here.
+
+    Raises:
+        ValueError: cuda is asked for and there is none.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda, but PyTorch sees no GPU; use device=cpu.")
+    return torch.device(device)
+
+
+def load_model(
+    model_path: str, device: torch.device, dtype: str, attn_impl: str
+) -> PreTrainedModel:
+    """Load a causal language model for generation.
+
+    Raises:
+        CheckpointError: no such checkpoint, or not a model that can be served here.
+    """
+    try:
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model_path,
+            dtype=dtype if dtype == "auto" else getattr(torch, dtype),
+            attn_implementation=attn_impl,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        raise CheckpointError(f"cannot load {model_path!r}: {error}") from error
+    _check_supported(model)
+    move(model, device)
+    return model.eval().requires_grad_(False)
+
+
+def move(model: PreTrainedModel, device: torch.device) -> None:
+    """Move the model, in place."""
+    torch.nn.Module.to(model, device)
+
+
+def vocab_size(model: PreTrainedModel) -> int:
+    """Number of token ids, including padding of the embedding that no text uses."""
+    return int(model.config.get_text_config().vocab_size)
+
+
+def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    """End-of-sequence tokens of the model's two configurations."""
+    found: set[int] = set()
+    for config in (model.generation_config, model.config.get_text_config()):
+        value = getattr(config, "eos_token_id", None)
+        if value is not None:
+            found.update([value] if isinstance(value, int) else value)
+    return frozenset(found)
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Most tokens the model was made for, where its configuration says."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def update_weights(model: PreTrainedModel, model_path: str) -> None:
+    """Replace the weights in place by those of a checkpoint of the same model.
+
+    Transformers reads the files, so checkpoints that store weights under other names
+    or in other pieces than the model does (experts of MoE models) work as well.
+
+    Cost: one more copy of the weights in main memory while it runs.
+
+    Raises:
+        CheckpointError: the model is untouched; the message says what does not fit.
+    """
+    path = Path(model_path)
+    if not path.is_dir():
+        raise CheckpointError(f"{model_path!r} is not a directory on this machine.")
+    if (path / "adapter_config.json").exists():
+        raise CheckpointError(
+            f"{model_path!r} holds a LoRA adapter; the local rollout server takes full "
+            "weights only. Set actor.use_lora=false or rollout.backend=sglang."
+        )
+    try:
+        loaded: Any = type(model).from_pretrained(
+            path,
+            config=copy.deepcopy(model.config),
+            dtype=model.dtype,
+            use_safetensors=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # listed below, with everything else
+            output_loading_info=True,
+        )
+    except Exception as error:  # truncated or foreign files raise what they like
+        raise CheckpointError(f"cannot read {model_path!r}: {error}") from error
+    new, info = loaded
+    _check_complete(model_path, info)
+    state = new.state_dict()
+    _check_finite(model_path, state)
+    with torch.no_grad():
+        for name, target in model.state_dict().items():
+            target.copy_(state[name])
+
+
+def _check_complete(model_path: str, info: Mapping[str, Any]) -> None:
+    problems = [
+        f"{what}: {_shorten(sorted(str(name) for name in names))}"
+        for what, names in (
+            ("missing", info["missing_keys"]),
+            ("unknown to the model", info["unexpected_keys"]),
+            ("of another shape (name, checkpoint, model)", info["mismatched_keys"]),
+            ("unreadable", info["error_msgs"]),
+        )
+        if names
+    ]
+    if problems:
+        raise CheckpointError(
+            f"{model_path!r} is not a checkpoint of the model that is being served. "
+            f"Weights {'; '.join(problems)}."
+        )
+
+
+def _check_finite(model_path: str, state: Mapping[str, torch.Tensor]) -> None:
+    bad = [
+        name
+        for name, tensor in state.items()
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all())
+    ]
+    if bad:
+        raise CheckpointError(
+            f"{model_path!r} holds NaN or infinite weights in {_shorten(bad)}; the "
+            "training has probably diverged."
+        )
+
+
+def _check_supported(model: PreTrainedModel) -> None:
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if other := layer_types - _SUPPORTED_LAYER_TYPES:
+        raise CheckpointError(
+            f"{name} has layers of type {_shorten(sorted(other))}, whose state cannot "
+            "be moved between batches; use rollout.backend=sglang."
+        )
+    accepted = set(inspect.signature(model.forward).parameters)
+    needed = {"position_ids", "attention_mask", "past_key_values", "logits_to_keep"}
+    if missing := needed - accepted:
+        raise CheckpointError(
+            f"{name} cannot be served: its forward takes no "
+            f"{_shorten(sorted(missing))}; use rollout.backend=sglang."
+        )
+
+
+def _shorten(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
