@@ -5,16 +5,19 @@ from areal_dta.executor.model_support import (
     UnsupportedModelError,
     check_model_supported,
 )
-from areal_dta.executor.reference import SequenceLoss, SequenceOutput
-from areal_dta.executor.tree_executor import GroupLoss, TreeExecutor
+from areal_dta.executor.reference import SequenceLoss, SequenceOutput, ValueOutput
+from areal_dta.executor.traversal import GroupLoss
+from areal_dta.executor.tree_executor import Positions, TreeExecutor
 
 __all__ = [
     "ExecutionStats",
     "ExecutorConfig",
     "GroupLoss",
+    "Positions",
     "SequenceLoss",
     "SequenceOutput",
     "TreeExecutor",
     "UnsupportedModelError",
+    "ValueOutput",
     "check_model_supported",
 ]

@@ -1,6 +1,6 @@
-"""One block: the tensors of some segments, and one call of the model on them."""
+"""One block: one call of the model on some segments behind their path."""
 
-# S = block tokens, R = rows (positions that are read), E = edges (labels)
+# S = block tokens, K = key/value heads, H = head dim
 
 from __future__ import annotations
 
@@ -8,122 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_dta.executor.attention import BlockAttention, active_block
 from areal_dta.executor.backends import Mask
-from areal_dta.executor.config import ExecutorConfig
-from areal_dta.executor.head_capture import HeadCapture
+from areal_dta.executor.layout import BlockLayout, TreeTensors, lay_out
+from areal_dta.executor.outputs import OutputHead
 from areal_dta.executor.path_cache import PathCache
-from areal_dta.executor.token_head import (
-    Labels,
-    fused_token_logprobs,
-    token_logprobs,
-)
-from areal_dta.plan import Fragmentation, Segment
-from areal_dta.tree import PrefixTree
-
-
-@dataclass(frozen=True, slots=True)
-class TreeTensors:
-    """A cut tree and its tokens on the device, in depth-first order."""
-
-    tree: PrefixTree
-    cut: Fragmentation
-    tokens: Tensor
-    """[tree tokens], int64."""
-
-    @classmethod
-    def of(
-        cls, tree: PrefixTree, cut: Fragmentation, device: torch.device
-    ) -> TreeTensors:
-        tokens = np.concatenate(
-            [node.tokens for node in tree.nodes] or [np.empty(0, np.int64)]
-        )
-        return cls(tree, cut, torch.from_numpy(tokens).to(device))
-
-    def next_tokens(self, segment: Segment) -> list[int]:
-        """Tree tokens that may follow a segment's last one."""
-        node = self.tree.nodes[segment.node]
-        if segment.end < node.end:
-            return [segment.first_token + segment.num_tokens]
-        return [self.tree.nodes[c].first_token for c in node.children]
-
-
-@dataclass(frozen=True, slots=True)
-class BlockLayout:
-    """Where everything of a block lies. Index arrays are int64, on the host."""
-
-    offsets: dict[int, int]
-    """Segment -> its first position in the block."""
-    token_S: np.ndarray
-    """Tree token index of each position."""
-    depth_S: np.ndarray
-    row_R: np.ndarray
-    """Positions that outputs are read from."""
-    edge_row_E: np.ndarray
-    """Which of the rows predicts the edge's token; ascending."""
-    edge_token_E: np.ndarray
-    """Tree token index of the predicted token: an edge's name in the whole tree."""
-    visible_SS: np.ndarray | None
-    """bool; None where the block is one chain and plain causal."""
-
-
-def lay_out(tensors: TreeTensors, segments: Sequence[int]) -> BlockLayout:
-    """Lay segments out one behind the other; parents must precede children."""
-    all_segments, reads = tensors.cut.segments, tensors.cut.reads
-    offsets: dict[int, int] = {}
-    size = 0
-    for index in segments:
-        offsets[index] = size
-        size += all_segments[index].num_tokens
-
-    token_S = np.empty(size, np.int64)
-    depth_S = np.empty(size, np.int64)
-    edge_position: list[np.ndarray] = []
-    edge_token: list[np.ndarray] = []
-    for index, offset in offsets.items():
-        s = all_segments[index]
-        end = offset + s.num_tokens
-        token_S[offset:end] = np.arange(s.first_token, s.first_token + s.num_tokens)
-        depth_S[offset:end] = np.arange(s.start, s.end)
-        following = np.array(tensors.next_tokens(s), np.int64)
-        edge_position.append(np.arange(offset, end - 1))
-        edge_position.append(np.full(len(following), end - 1, np.int64))
-        edge_token += [token_S[offset + 1 : end], following]
-    position_E, token_E = np.concatenate(edge_position), np.concatenate(edge_token)
-    is_read = reads.edge_T[token_E]
-    position_E, token_E = position_E[is_read], token_E[is_read]
-    row_R = np.flatnonzero(reads.row_T[token_S])
-
-    first, *rest = segments
-    pairs = zip(segments, rest, strict=False)
-    is_chain = all(all_segments[below].parent == above for above, below in pairs)
-    return BlockLayout(
-        offsets=offsets,
-        token_S=token_S,
-        depth_S=depth_S,
-        row_R=row_R,
-        edge_row_E=np.searchsorted(row_R, position_E),
-        edge_token_E=token_E,
-        visible_SS=None if is_chain else _visibility(tensors.cut, offsets, size),
-    )
-
-
-def _visibility(cut: Fragmentation, offsets: dict[int, int], size: int) -> np.ndarray:
-    """Who sees whom inside a branching block: ancestors and oneself."""
-    visible = np.zeros((size, size), dtype=bool)
-    for index, offset in offsets.items():
-        s = cut.segments[index]
-        end = offset + s.num_tokens
-        if s.parent in offsets:
-            last = offsets[s.parent] + cut.segments[s.parent].num_tokens - 1
-            visible[offset:end] = visible[last]
-        visible[offset:end, offset:end] = np.tri(s.num_tokens, dtype=bool)
-    return visible
 
 
 @dataclass(slots=True)
@@ -131,8 +24,8 @@ class BlockOutput:
     """What a run leaves: part of its autograd graph if it had one."""
 
     layout: BlockLayout
-    logprob_E: Tensor
-    entropy_R: Tensor
+    outputs: list[Tensor]
+    """One a channel of the output head: an entry an edge or a row."""
     keys: list[Tensor]
     """Per layer [1, K, S, H]; empty unless kept."""
     values: list[Tensor]
@@ -144,13 +37,14 @@ class BlockRunner:
     def __init__(
         self,
         model: PreTrainedModel,
-        config: ExecutorConfig,
-        head: HeadCapture,
+        head: OutputHead,
         tensors: TreeTensors,
         path: PathCache,
+        attention_backend: str,
     ) -> None:
-        self._model, self._config, self._head = model, config, head
+        self._model, self._head = model, head
         self._tensors, self._path = tensors, path
+        self._attention_backend = attention_backend
 
     def run(
         self, path_tokens: int, segments: Sequence[int], keep_kv: bool
@@ -161,74 +55,41 @@ class BlockRunner:
             UnsupportedModelError: a layer asks for something a tree cannot give.
         """
         layout = lay_out(self._tensors, segments)
+        visible = layout.visible_SS
         block = BlockAttention(
             path=self._path,
             path_tokens=path_tokens,
             depth_S=self._on_device(layout.depth_S),
-            mask=self._mask(layout),
-            backend_name=self._config.attention_backend,
+            mask=Mask(causal=True)
+            if visible is None
+            else Mask(visible=self._on_device(visible)),
+            backend_name=self._attention_backend,
             keep_kv=keep_kv,
         )
-        logprob_E, entropy_R = self._outputs(layout, block)
+        tokens_S = self._tensors.tokens[self._on_device(layout.token_S)]
+
+        def call(**options: Any) -> Tensor:
+            """The model's logits, [1, ...]. May be called again: the last counts."""
+            block.restart()
+            model: Any = self._model
+            with active_block(block, len(self._path.layers)):
+                output = model(
+                    input_ids=tokens_S[None],
+                    position_ids=block.depth_S[None],
+                    use_cache=False,
+                    **options,
+                )
+            logits: Tensor = output.logits
+            return logits
+
+        outputs = self._head.outputs(call, layout, self._tensors)
         layers = range(len(self._path.layers)) if keep_kv else []
         return BlockOutput(
             layout=layout,
-            logprob_E=logprob_E,
-            entropy_R=entropy_R,
+            outputs=outputs,
             keys=[block.keys[i] for i in layers],
             values=[block.values[i] for i in layers],
         )
 
-    def _mask(self, layout: BlockLayout) -> Mask:
-        if layout.visible_SS is None:
-            return Mask(causal=True)
-        return Mask(visible=self._on_device(layout.visible_SS))
-
-    def _outputs(
-        self, layout: BlockLayout, block: BlockAttention
-    ) -> tuple[Tensor, Tensor]:
-        labels = Labels(
-            row_E=self._on_device(layout.edge_row_E),
-            label_E=self._tensors.tokens[self._on_device(layout.edge_token_E)],
-            edges_before_row=tuple(
-                np.searchsorted(
-                    layout.edge_row_E, np.arange(len(layout.row_R) + 1)
-                ).tolist()
-            ),
-        )
-        temperature = self._config.temperature
-        if self._head.is_usable:
-            with self._head.bypassed():
-                hidden = self._head.take(self._call(layout, block))
-            if hidden is not None:
-                return fused_token_logprobs(
-                    hidden[0, : len(layout.row_R)],
-                    self._head.weight,
-                    self._head.bias,
-                    labels,
-                    temperature,
-                    self._config.logit_chunk_elements,
-                )
-            block.restart()
-        logits = self._call(layout, block)[0, : len(layout.row_R)]
-        return token_logprobs(logits, labels, temperature)
-
-    def _call(self, layout: BlockLayout, block: BlockAttention) -> Tensor:
-        """The model's logits (or what takes their place), [1, R, ...]."""
-        model: Any = self._model
-        token_S = self._on_device(layout.token_S)
-        with active_block(block, len(self._path.layers)):
-            output = model(
-                input_ids=self._tensors.tokens[token_S][None],
-                position_ids=block.depth_S[None],
-                use_cache=False,
-                # a block may be there for its K/V alone: project one row, read none
-                logits_to_keep=self._on_device(layout.row_R)
-                if len(layout.row_R)
-                else 1,
-            )
-        logits: Tensor = output.logits
-        return logits
-
-    def _on_device(self, array: np.ndarray) -> Tensor:
+    def _on_device(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self._tensors.tokens.device)

@@ -25,6 +25,22 @@ class SequenceOutput:
     """[len-1], entropy of the distribution that token t+1 was drawn from, in nats."""
 
 
+@dataclass(frozen=True, slots=True)
+class ValueOutput:
+    """Of one sequence; entry t belongs to token t, given tokens <= t."""
+
+    values: Tensor
+    """[len], fp32 (fp64 for an fp64 model)."""
+
+
+def value_output(model: Any, sequence: Sequence[int] | Tensor) -> ValueOutput:
+    """Values of one sequence, differentiable under grad mode."""
+    device = next(model.parameters()).device
+    tokens = torch.as_tensor(sequence, dtype=torch.int64, device=device)
+    values = model(input_ids=tokens[None], use_cache=False).logits[0, :, 0]
+    return ValueOutput(values.to(accumulation_dtype(values.dtype)))
+
+
 def sequence_output(
     model: Any, sequence: Sequence[int] | Tensor, temperature: float = 1.0
 ) -> SequenceOutput:

@@ -9,7 +9,7 @@ others, and all tokens below the last one that is read, cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +30,8 @@ class Reads:
     """Whether an output is read at a token's position: every edge's parent is one."""
     computed: tuple[int, ...]
     """Per node: how many of its tokens have to be computed, from its top."""
+    is_all: bool = False
+    """Whether every output is read that there is."""
 
     @property
     def num_computed_tokens(self) -> int:
@@ -46,7 +48,27 @@ class Reads:
         for node in tree.nodes:
             if node.parent < 0:
                 edge_T[node.first_token] = False
-        return cls._from_edges(tree, edge_T)
+        return cls._from_edges(tree, edge_T, is_all=True)
+
+    @classmethod
+    def at_rows(
+        cls, tree: PrefixTree, positions: Sequence[NDArray[np.generic]] | None
+    ) -> Reads:
+        """No logprobs, but an output at each token itself, such as a critic's value.
+
+        Args:
+            positions: per sequence [len], true where the output is read; None for
+                everywhere.
+
+        Raises:
+            ValueError: a mask is missing or has the wrong length; names the sequence.
+        """
+        row_T = np.full(tree.num_tree_tokens, positions is None)
+        if positions is not None:
+            for i, mask in _checked(tree, positions, 0):
+                row_T[tree.token_indices(i)] |= mask
+        edge_T = np.zeros_like(row_T)
+        return cls(edge_T, row_T, _computed(tree, row_T), positions is None)
 
     @classmethod
     def at(cls, tree: PrefixTree, positions: Sequence[NDArray[np.generic]]) -> Reads:
@@ -58,30 +80,38 @@ class Reads:
         Raises:
             ValueError: a mask is missing or has the wrong length; names the sequence.
         """
-        if len(positions) != tree.num_sequences:
-            raise ValueError(
-                f"positions holds {len(positions)} masks for {tree.num_sequences} "
-                "sequences; expected one each"
-            )
         edge_T = np.zeros(tree.num_tree_tokens, dtype=bool)
-        for i, mask in enumerate(positions):
-            expected = tree.sequence_length(i) - 1
-            if np.shape(mask) != (expected,):
-                raise ValueError(
-                    f"positions[{i}] has shape {np.shape(mask)}; expected "
-                    f"({expected},): one entry a predicted token of sequence {i}"
-                )
-            edge_T[tree.token_indices(i)[1:]] |= np.asarray(mask, dtype=bool)
-        return cls._from_edges(tree, edge_T)
+        for i, mask in _checked(tree, positions, 1):
+            edge_T[tree.token_indices(i)[1:]] |= mask
+        return cls._from_edges(tree, edge_T, is_all=False)
 
     @classmethod
-    def _from_edges(cls, tree: PrefixTree, edge_T: BoolArray) -> Reads:
+    def _from_edges(cls, tree: PrefixTree, edge_T: BoolArray, is_all: bool) -> Reads:
         row_T = np.zeros(tree.num_tree_tokens, dtype=bool)
         row_T[:-1] = edge_T[1:]  # within a node the next token comes next
         for node in tree.nodes:
             last = node.first_token + node.num_tokens - 1
             row_T[last] = any(edge_T[tree.nodes[c].first_token] for c in node.children)
-        return cls(edge_T, row_T, _computed(tree, row_T))
+        return cls(edge_T, row_T, _computed(tree, row_T), is_all)
+
+
+def _checked(
+    tree: PrefixTree, positions: Sequence[NDArray[np.generic]], num_fewer: int
+) -> Iterator[tuple[int, BoolArray]]:
+    """Masks with their sequences, of as many entries as tokens less ``num_fewer``."""
+    if len(positions) != tree.num_sequences:
+        raise ValueError(
+            f"positions holds {len(positions)} masks for {tree.num_sequences} "
+            "sequences; expected one each"
+        )
+    for i, mask in enumerate(positions):
+        expected = tree.sequence_length(i) - num_fewer
+        if np.shape(mask) != (expected,):
+            raise ValueError(
+                f"positions[{i}] has shape {np.shape(mask)}; expected "
+                f"({expected},): one entry an output of sequence {i}"
+            )
+        yield i, np.asarray(mask, dtype=bool)
 
 
 def _computed(tree: PrefixTree, row_T: BoolArray) -> tuple[int, ...]:

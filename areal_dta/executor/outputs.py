@@ -1,0 +1,133 @@
+"""What is read from a model: logprobs and entropies, or values.
+
+A *channel* is one number a predicted token (an edge of the tree) or a position (a row).
+A sequence sees its part of each channel; a shared edge or row is computed once.
+"""
+
+# S = block tokens, R = rows, E = edges, V = vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from areal_dta.executor.backends import accumulation_dtype
+from areal_dta.executor.config import ExecutorConfig
+from areal_dta.executor.head_capture import HeadCapture
+from areal_dta.executor.layout import BlockLayout, TreeTensors
+from areal_dta.executor.token_head import (
+    Labels,
+    fused_token_logprobs,
+    token_logprobs,
+)
+
+ModelCall = Callable[..., Tensor]
+"""Runs the block with further keyword arguments; returns its logits [1, ...]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """One kind of output, filed under tree tokens."""
+
+    name: str
+    on_edges: bool
+    """Filed under the token that is predicted; otherwise under the position."""
+    span: slice
+    """Which of a sequence's tokens it is read at: logprobs from the second on,
+    entropies but for the last, values everywhere."""
+
+
+class OutputHead(Protocol):
+    @property
+    def channels(self) -> tuple[Channel, ...]: ...
+
+    def outputs(
+        self, call: ModelCall, layout: BlockLayout, tensors: TreeTensors
+    ) -> list[Tensor]:
+        """Run the block; one tensor a channel, [E] or [R], fp32 (fp64 for fp64)."""
+        ...
+
+
+class LogprobHead:
+    """Logprob of each edge and entropy of each row, of a causal language model."""
+
+    channels = (
+        Channel("logprobs", on_edges=True, span=slice(1, None)),
+        Channel("entropy", on_edges=False, span=slice(None, -1)),
+    )
+
+    def __init__(self, model: PreTrainedModel, config: ExecutorConfig) -> None:
+        self._capture, self._config = HeadCapture(model), config
+
+    def outputs(
+        self, call: ModelCall, layout: BlockLayout, tensors: TreeTensors
+    ) -> list[Tensor]:
+        device, num_rows = tensors.tokens.device, len(layout.row_R)
+
+        def on_device(array: np.ndarray) -> Tensor:
+            return torch.from_numpy(array).to(device)
+
+        edges_before = np.searchsorted(layout.edge_row_E, np.arange(num_rows + 1))
+        labels = Labels(
+            row_E=on_device(layout.edge_row_E),
+            label_E=tensors.tokens[on_device(layout.edge_token_E)],
+            edges_before_row=tuple(edges_before.tolist()),
+        )
+        # a block may be there for its K/V alone: project one row, read none
+        to_keep = on_device(layout.row_R) if num_rows else 1
+        temperature = self._config.temperature
+        if self._capture.is_usable:
+            with self._capture.bypassed():
+                hidden = self._capture.take(call(logits_to_keep=to_keep))
+            if hidden is not None:
+                return list(
+                    fused_token_logprobs(
+                        hidden[0, :num_rows],
+                        self._capture.weight,
+                        self._capture.bias,
+                        labels,
+                        temperature,
+                        self._config.logit_chunk_elements,
+                    )
+                )
+        logits_RV = call(logits_to_keep=to_keep)[0, :num_rows]
+        return list(token_logprobs(logits_RV, labels, temperature))
+
+
+class ValueHead:
+    """One number a position, of a model with a single label a token: a critic's
+    value, or a reward model's score at the last token."""
+
+    channels = (Channel("values", on_edges=False, span=slice(None)),)
+
+    def outputs(
+        self, call: ModelCall, layout: BlockLayout, tensors: TreeTensors
+    ) -> list[Tensor]:
+        values_S1 = call()[0]
+        if values_S1.shape[-1] != 1:
+            raise ValueError(
+                f"the model gives {values_S1.shape[-1]} numbers a token; expected one: "
+                "a token-classification model with num_labels=1"
+            )
+        row_R = torch.from_numpy(layout.row_R).to(values_S1.device)
+        acc = accumulation_dtype(values_S1.dtype)
+        return [values_S1[row_R, 0].to(acc)]
+
+
+def make_head(kind: str, model: PreTrainedModel, config: ExecutorConfig) -> OutputHead:
+    """``logprobs`` or ``values``.
+
+    Raises:
+        ValueError: another kind.
+    """
+    if kind == "logprobs":
+        return LogprobHead(model, config)
+    if kind == "values":
+        return ValueHead()
+    raise ValueError(f"outputs={kind!r}; expected logprobs or values")

@@ -1,0 +1,143 @@
+"""What an agent is told in a tau2 domain: its system prompt and its tools.
+
+The only module that imports tau2, which is an extra (`MissingTau2Error` says so). The
+prompts are those of tau2's own agents, so that an agent of ours sees the same text.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tau2.data_model.tasks import Task
+
+INSTALL_HINT = 'pip install -e ".[tau2]"'
+
+
+class MissingTau2Error(ImportError):
+    """tau2 is not installed, or lacks something that it should have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """A domain as recipes name it; in a solo one the agent has no user to talk to."""
+
+    name: str
+    tau2_name: str
+    solo: bool = False
+
+
+_ALL = (
+    Domain("airline", "airline"),
+    Domain("retail", "retail"),
+    Domain("telecom", "telecom"),
+    Domain("telecom_solo", "telecom", solo=True),
+    Domain("mock", "mock"),
+)
+DOMAINS = {domain.name: domain for domain in _ALL}
+
+
+@dataclass(frozen=True, slots=True)
+class AgentContext:
+    """What the agent is given before its first turn."""
+
+    system_prompt: str
+    tools: tuple[dict[str, Any], ...]
+    """OpenAI function schemas."""
+
+
+def find_domain(name: str) -> Domain:
+    """Look a domain up by its name.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    try:
+        return DOMAINS[name]
+    except KeyError:
+        raise ValueError(
+            f"unknown tau2 domain {name!r}; expected one of {', '.join(DOMAINS)}"
+        ) from None
+
+
+def import_tau2() -> None:
+    """Import tau2 for the first time, quietly and without the network.
+
+    Takes about ten seconds, most of them litellm's.
+
+    Raises:
+        MissingTau2Error: it is not installed.
+    """
+    # Otherwise litellm fetches its price list from the network while it is imported.
+    os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    try:
+        import loguru
+
+        # tau2 logs each step, and a warning at import. This silences tau2 alone.
+        loguru.logger.disable("tau2")
+        import tau2.registry  # noqa: F401
+    except ImportError as error:
+        raise MissingTau2Error(
+            f"tau2-bench is needed but not installed ({error}): {INSTALL_HINT}"
+        ) from error
+
+
+@functools.cache
+def load_tasks(tau2_name: str) -> dict[str, Task]:
+    """All tasks of a domain by id. Read once: telecom's file has 14 MB."""
+    import_tau2()
+    from tau2.registry import registry
+
+    return {task.id: task for task in registry.get_tasks_loader(tau2_name)(None)}
+
+
+def agent_context(domain_name: str, task_id: str) -> AgentContext:
+    """The prompt and the tools of tau2's LLMAgent, or LLMSoloAgent in a solo domain.
+
+    Only a solo agent's prompt depends on the task: it holds the ticket.
+
+    Raises:
+        MissingTau2Error: tau2 is not installed.
+        ValueError: there is no such domain or, for a solo domain, no such task.
+    """
+    domain = find_domain(domain_name)
+    if domain.solo:
+        return _solo_context(domain, task_id)
+    return _dialogue_context(domain)
+
+
+@functools.cache
+def _dialogue_context(domain: Domain) -> AgentContext:
+    import_tau2()
+    from tau2.agent.llm_agent import LLMAgent
+    from tau2.registry import registry
+
+    environment = registry.get_env_constructor(domain.tau2_name)()
+    agent = LLMAgent(environment.get_tools(), environment.get_policy())
+    return AgentContext(agent.system_prompt, _schemas(agent.tools))
+
+
+@functools.cache
+def _solo_context(domain: Domain, task_id: str) -> AgentContext:
+    tasks = load_tasks(domain.tau2_name)
+    from tau2.agent.llm_agent import LLMSoloAgent
+    from tau2.registry import registry
+
+    if task_id not in tasks:
+        raise ValueError(
+            f"tau2 has no {domain.tau2_name} task {task_id!r}; "
+            "were the trajectories recorded with another version of tau2?"
+        )
+    environment = registry.get_env_constructor(domain.tau2_name)(solo_mode=True)
+    # The agent acts for the user too, and adds a tool of its own to say it is done.
+    tools = environment.get_tools() + environment.get_user_tools()
+    agent = LLMSoloAgent(tools, environment.get_policy(), tasks[task_id])
+    return AgentContext(agent.system_prompt, _schemas(agent.tools))
+
+
+def _schemas(tools: Iterable[Any]) -> tuple[dict[str, Any], ...]:
+    return tuple(tool.openai_schema for tool in tools)
