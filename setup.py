@@ -19,7 +19,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=[
-        *find_namespace_packages(include=["areal_dta", "areal_dta.*"]),
+        *find_namespace_packages(
+            include=["areal_dta", "areal_dta.*", "recipes", "recipes.*"]
+        ),
         "areal_dta.configs",
     ],
     # configs/ lies beside the package for its readers, and inside it once installed.
@@ -27,6 +29,7 @@ setup(
     package_data={
         "areal_dta": ["embedded/**/*", "py.typed"],
         "areal_dta.configs": ["*.yaml", "*/*.yaml"],
+        "recipes": ["**/*.jinja", "**/*.md", "**/*.yaml"],
     },
     install_requires=[
         # AReaL pins torch, transformers, hydra-core and omegaconf for us: what follows
