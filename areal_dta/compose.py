@@ -1,0 +1,218 @@
+"""Find and compose a YAML configuration. Light on purpose: Hydra only, no AReaL.
+
+A bare name is looked up in the working directory, then among the project's own
+configurations; the project's groups (``hardware``, ``model``, ...) are available to
+either. Overrides follow Hydra's grammar. ``key=value`` may name any key of the schema,
+also one that the YAML leaves at its default: the schema, not the YAML, decides later
+whether the key exists (see `areal_dta.config.to_structured`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import (
+    HydraException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+MAX_WORKER_THREADS = 4  # more do not help models that fit on a CPU
+
+
+class ConfigError(ValueError):
+    """The user's command or configuration cannot work; the message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Composed:
+    """A composed configuration, not yet checked against the schema."""
+
+    config: DictConfig
+    file: Path
+    choices: dict[str, str]
+    """The option taken for each config group, e.g. ``{"hardware": "cpu"}``."""
+    groups: tuple[str, ...]
+    """All config groups that could have been given."""
+
+
+def project_config_dir() -> Path:
+    """The project's own configurations: in the package (wheel) or beside it (clone)."""
+    package = Path(__file__).parent
+    for candidate in (package / "configs", package.parent / "configs"):
+        if (candidate / "gsm8k_grpo.yaml").is_file():
+            return candidate
+    raise ConfigError(
+        f"the project's configs/ is missing from {package} and {package.parent}; "
+        "reinstall areal_dta, or run from a clone installed with `pip install -e .`"
+    )
+
+
+def find_config(name: str) -> Path:
+    """Path of a configuration given as a path or as a bare name.
+
+    Raises:
+        ConfigError: there is none; the message lists what there is.
+    """
+    names = [name] if name.endswith((".yaml", ".yml")) else [name, f"{name}.yaml"]
+    project = project_config_dir()
+    bare = os.path.basename(name) == name
+    for folder in (Path.cwd(), project) if bare else (Path.cwd(),):
+        for candidate in names:
+            path = folder / candidate
+            if path.suffix in (".yaml", ".yml") and path.is_file():
+                return path.resolve()
+    available = sorted(p.name for p in project.glob("*.yaml"))
+    where = f"{Path.cwd()} or {project}" if bare else str((Path.cwd() / name).parent)
+    hint = did_you_mean(os.path.basename(names[-1]), available)
+    raise ConfigError(
+        f"no configuration file {name!r} in {where}{hint}; "
+        f"the project has {', '.join(available)}"
+    )
+
+
+def compose(file: Path, overrides: Sequence[str]) -> Composed:
+    """Compose a configuration with Hydra.
+
+    Raises:
+        ConfigError: bad YAML, bad override syntax, or an unknown group option.
+    """
+    project = project_config_dir()
+    groups = _groups(file.parent, project)
+    register_resolvers()
+    try:
+        parsed = OverridesParser.create().parse_overrides(overrides=list(overrides))
+        lines = [_as_forced(o, groups) for o in parsed]
+        if file.parent != project:
+            lines.append(f"hydra.searchpath=[file://{project}]")
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(config_dir=str(file.parent), version_base="1.3"):
+            config = hydra_compose(file.stem, overrides=lines, return_hydra_config=True)
+        choices = {k: str(v) for k, v in config.hydra.runtime.choices.items()}
+        with open_dict(config):
+            del config["hydra"]
+            for group in groups:  # an empty option leaves an empty node behind
+                if group in config and config[group] == {}:
+                    del config[group]
+            if fileroot := OmegaConf.select(config, "cluster.fileroot"):
+                # Workers, and configurations that are saved, must not depend on where
+                # this was started.
+                config.cluster.fileroot = str(Path(fileroot).expanduser().absolute())
+    except OverrideParseException as e:
+        reason = one_line(e).removeprefix(f"Error parsing override '{e.override}' ")
+        raise ConfigError(
+            f"cannot read the override {e.override!r}: {reason.split(' See http')[0]}; "
+            "expected key=value"
+        ) from e
+    except MissingConfigException as e:
+        raise ConfigError(_missing_option(e)) from e
+    except (HydraException, OmegaConfBaseException, YAMLError) as e:
+        raise ConfigError(f"{file.name}: {one_line(e)}") from e
+    taken = {g: choices[g] for g in groups if g in choices}
+    return Composed(config, file, taken, groups)
+
+
+def run_dir(composed: Composed) -> Path:
+    """Where a run's files go: ``<cluster.fileroot>/<experiment>/<trial>``.
+
+    Raises:
+        ConfigError: one of the three is missing.
+    """
+    names = []
+    for key in ("cluster.fileroot", "experiment_name", "trial_name"):
+        value = OmegaConf.select(composed.config, key, throw_on_missing=False)
+        if not value:
+            raise ConfigError(f"no value for {key}; set it in {composed.file.name}")
+        names.append(str(value))
+    return Path(*names)
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """``" (did you mean 'x'?)"``, or nothing."""
+    close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's message on a single line, without the empty parts."""
+    text = " ".join(part.strip() for part in str(error).splitlines() if part.strip())
+    return text or type(error).__name__
+
+
+def usable_cpus() -> int:
+    """CPUs that this process may use (containers often restrict them)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def register_resolvers() -> None:
+    """Resolvers for the YAML files; resolved late, so that composing stays light."""
+    resolvers = {
+        "tiny_model": _tiny_model_path,
+        "worker_threads": lambda: max(1, min(MAX_WORKER_THREADS, usable_cpus() // 2)),
+        "gpu_rollout": _gpu_rollout_backend,
+        "gpu_attention": lambda: (
+            "flash_attention_2" if find_spec("flash_attn") else "sdpa"
+        ),
+    }
+    for name, function in resolvers.items():
+        OmegaConf.register_new_resolver(name, function, replace=True, use_cache=False)
+
+
+def _tiny_model_path() -> str:
+    from areal_dta.embedded import tiny_model_path
+
+    return str(tiny_model_path())
+
+
+def _gpu_rollout_backend() -> str:
+    installed = [name for name in ("sglang", "vllm") if find_spec(name)]
+    return f"{installed[0]}:d1" if installed else "local:d1"
+
+
+def _groups(*folders: Path) -> tuple[str, ...]:
+    """Sub-folders that hold YAML files are config groups."""
+    names = {
+        sub.name
+        for folder in folders
+        for sub in folder.iterdir()
+        if sub.is_dir() and any(sub.glob("*.yaml"))
+    }
+    return tuple(sorted(names & _known_groups(folders[-1])))
+
+
+def _known_groups(project: Path) -> set[str]:
+    # Only the project's own groups: the working directory may hold any folders.
+    return {s.name for s in project.iterdir() if s.is_dir() and any(s.glob("*.yaml"))}
+
+
+def _as_forced(override: Override, groups: Sequence[str]) -> str:
+    """Turn ``key=value`` into ``++key=value`` unless it selects a group option."""
+    line = override.input_line
+    assert line is not None
+    plain = override.type is OverrideType.CHANGE
+    return line if not plain or override.key_or_group in groups else f"++{line}"
+
+
+def _missing_option(error: MissingConfigException) -> str:
+    if not error.options or not error.missing_cfg_file:
+        return one_line(error).split(" Config search path:")[0]
+    group, _, option = error.missing_cfg_file.rpartition("/")
+    return (
+        f"{group}={option}: no such option{did_you_mean(option, error.options)}; "
+        f"expected one of {', '.join(error.options)}"
+    )

@@ -1,0 +1,331 @@
+"""Train: ``python -m areal_dta.launch --config gsm8k_grpo.yaml [key=value ...]``.
+
+This process stays light. It checks what can be checked at once, starts the one that
+trains (`areal_dta.job`), shows what that reports, and sees to it that nothing is left
+behind, however the run ends.
+
+Exit codes: 0 done, 1 the run failed, 2 the configuration cannot work, 130 Ctrl-C,
+128 + N another signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from areal_dta.compose import (
+    Composed,
+    ConfigError,
+    compose,
+    find_config,
+    project_config_dir,
+    run_dir,
+)
+from areal_dta.report.alerts import AlertReader
+from areal_dta.report.metrics import StepMetrics, read_metrics
+from areal_dta.report.plot import plot_rewards
+from areal_dta.report.table import RunView
+from areal_dta.supervisor import Event, Supervisor
+
+# Until the job has told those of its configuration.
+DEFAULT_LIMITS = {"startup_timeout_seconds": 900.0, "grace_seconds": 15.0}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line.
+
+    Raises:
+        ConfigError: it is wrong.
+    """
+    parser = _Parser(
+        prog="python -m areal_dta.launch",
+        description="Train a language model by RL on prefix trees.",
+        epilog="Overrides follow Hydra's grammar: actor.optimizer.lr=1e-5, and options "
+        "of config groups: hardware=auto|cpu|gpu, model=tiny|qwen3-1.7b|...",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="FILE",
+        help="a YAML file; a bare name is looked up in the working directory, then "
+        f"in {project_config_dir()}",
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the resolved configuration and the plan, and stop",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    return parser.parse_intermixed_args(argv)
+
+
+def _signals() -> list[signal.Signals]:
+    """Signals that end a run."""
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
+        numbers.append(signal.SIGHUP)
+    return numbers
+
+
+class Launcher:
+    """One run, from start to end."""
+
+    def __init__(self, directory: Path, console: Console) -> None:
+        self.directory = directory
+        self.log_path = directory / "launch.log"
+        self.exit_code = 1
+        self._console = console
+        self._view = RunView(console)
+        self._limits = dict(DEFAULT_LIMITS)
+        self._note = ""
+        self._config_error: str | None = None
+        self._checkpoint: str | None = None
+        self._ended = False  # the job has told how it ended
+        self._signals: list[int] = []
+        self._expect("the configuration", "startup_timeout_seconds")
+
+    def run(self, config_file: Path, overrides: Sequence[str]) -> int:
+        """Start the job and stay with it until all of its processes are gone."""
+        self.log_path.write_bytes(b"")
+        command = [sys.executable, "-m", "areal_dta.job", "--config", str(config_file)]
+        previous = {s: signal.signal(s, self._on_signal) for s in _signals()}
+        supervisor = Supervisor([*command, *overrides], self.log_path)
+        alerts = AlertReader(self.log_path)
+        try:
+            with self._view:
+                self._follow(supervisor, alerts)
+        finally:
+            supervisor.stop()
+            alerts.close()
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+        if self._config_error is not None:  # now that the view is closed
+            print(f"areal_dta: {self._config_error}", file=sys.stderr)
+        else:
+            self._conclude()
+        return self.exit_code
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        self._signals.append(number)
+
+    def _follow(self, supervisor: Supervisor, alerts: AlertReader) -> None:
+        """Show events until the job has ended, was stopped, or makes no progress."""
+        stop_at: float | None = None
+        handled_signals = 0
+        while True:
+            for event in supervisor.read_events(timeout_seconds=0.2):
+                self._handle(event)
+            # While processes are ended, the others complain; that tells nothing.
+            for alert in alerts.read_new() if not self._ended else ():
+                self._view.message(alert.text, "red" if alert.is_error else "yellow")
+            code = supervisor.exit_code()
+            if code is not None:
+                while events := supervisor.read_events(timeout_seconds=0.0):
+                    for event in events:
+                        self._handle(event)
+                self._on_exit(code)
+                return
+            now = time.monotonic()
+            if len(self._signals) > handled_signals:
+                if handled_signals:
+                    return  # asked twice: do not wait any longer
+                handled_signals = len(self._signals)
+                self._ended = True
+                self.exit_code = 128 + self._signals[0]
+                self._view.status("stopping (once more to kill at once)")
+            elif now > self._deadline and not self._ended:
+                self._fail(
+                    f"no progress: waited {self._timeout_seconds:.0f} s for "
+                    f"{self._waiting_for}; see the log, or raise {self._timeout_key}"
+                )
+            if self._ended and stop_at is None:
+                if self.exit_code != 0:
+                    supervisor.request_stop()
+                stop_at = now + self._limits["grace_seconds"]
+            if stop_at is not None and now > stop_at:
+                return
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case {"kind": "status", "text": text}:
+                self._view.status(text)
+            case {"kind": "note", "text": text}:
+                self._view.message(text)
+            case {"kind": "start"}:
+                self._view.message(f"log of all processes: {self.log_path}", "dim")
+                self._view.set_num_steps(event["num_steps"])
+                self._note = event["note"]
+                self._limits = event["launch"]
+                self._expect("the first step", "startup_timeout_seconds")
+            case {"kind": "step"}:
+                metrics = StepMetrics.from_record(event)
+                self._view.step(metrics)
+                self._expect(f"step {metrics.step + 1}", "step_timeout_seconds")
+            case {"kind": "config_error", "text": text}:
+                self.exit_code, self._ended = 2, True
+                self._config_error = text
+            case {"kind": "error", "text": text}:
+                self._fail(text)
+            case {"kind": "done"}:
+                self._checkpoint = event["checkpoint"]
+                if not self._ended:
+                    self.exit_code, self._ended = 0, True
+                    self._view.status("closing")
+
+    def _expect(self, what: str, key: str) -> None:
+        """Start the clock for the next sign of progress, limited by ``launch.key``."""
+        self._waiting_for, self._timeout_key = what, f"launch.{key}"
+        self._timeout_seconds = self._limits[key]
+        self._deadline = time.monotonic() + self._timeout_seconds
+
+    def _fail(self, text: str) -> None:
+        if not self._ended:
+            self.exit_code, self._ended = 1, True
+            self._view.message(f"error: {text}", "red")
+
+    def _on_exit(self, code: int) -> None:
+        if self._ended:
+            return
+        if code < 0:
+            name = signal.Signals(-code).name
+            self._fail(f"the training process was ended by {name}; out of memory?")
+        else:
+            self._fail(f"the training process ended early, exit code {code}")
+
+    def _conclude(self) -> None:
+        """Draw the curve of what there is, and say where everything lies."""
+        metrics_path = self.directory / "metrics.jsonl"
+        steps = read_metrics(metrics_path) if metrics_path.exists() else []
+        say = self._console.print
+        if steps:
+            plot = self.directory / "reward.png"
+            title = f"{self.directory.parent.name} / {self.directory.name}"
+            if plot_rewards(steps, plot, title, self._note):
+                say(f"reward curve  {plot}", soft_wrap=True, highlight=False)
+            say(f"metrics       {metrics_path}", soft_wrap=True, highlight=False)
+        if self._checkpoint is not None:
+            say(f"checkpoint    {self._checkpoint}", soft_wrap=True, highlight=False)
+        if self.exit_code == 0 and (summary := _summary(steps)):
+            say(summary, highlight=False)
+            if self._note:
+                say(self._note, style="dim", highlight=False)
+        elif self.exit_code != 0:
+            say(f"log           {self.log_path}", soft_wrap=True, highlight=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        args = parse_args(argv)
+        composed = compose(find_config(args.config), args.overrides)
+        if args.dry_run:
+            print(dry_run(composed, args.overrides))
+            return 0
+        directory = run_dir(composed)
+        with locked(directory):
+            return Launcher(directory, Console()).run(composed.file, args.overrides)
+    except ConfigError as e:
+        print(f"areal_dta: {e}", file=sys.stderr)
+        return 2
+
+
+def dry_run(composed: Composed, overrides: Sequence[str]) -> str:
+    """The resolved configuration and the plan, as text.
+
+    Raises:
+        ConfigError: it cannot work.
+    """
+    with _quiet():  # AReaL logs to standard output while it is imported
+        from areal_dta.job import prepare
+        from areal_dta.report.plan import config_text, plan_text
+
+        job = prepare(str(composed.file), overrides)
+        parts = [
+            f"# {composed.file}, resolved; AReaL's defaults are not shown",
+            config_text(job),
+            "plan",
+            plan_text(job),
+        ]
+    return "\n".join(parts)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Keep two runs from writing into one directory.
+
+    Raises:
+        ConfigError: another run holds it, or it cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = open(directory / ".lock", "w")
+    except OSError as e:
+        raise ConfigError(f"cannot write to {directory}: {e.strerror}") from e
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise ConfigError(
+                f"another run is using {directory}; wait for it, "
+                "or set another trial_name"
+            ) from e
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide what is written to the standard streams, unless it ends in a crash."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved = [os.dup(1), os.dup(2)]
+    with tempfile.TemporaryFile() as hidden:
+        os.dup2(hidden.fileno(), 1)
+        os.dup2(hidden.fileno(), 2)
+        crashed = True
+        try:
+            yield
+            crashed = False
+        except ConfigError:
+            crashed = False
+            raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for fd, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, fd)
+                os.close(copy)
+            if crashed:
+                hidden.seek(0)
+                os.write(2, hidden.read())
+
+
+def _summary(steps: Sequence[StepMetrics], first: int = 5, last: int = 10) -> str:
+    rewards = [m.reward for m in steps if m.reward is not None]
+    if len(rewards) < first + last:
+        return ""
+    start = sum(rewards[:first]) / first
+    end = sum(rewards[-last:]) / last
+    return (
+        f"reward        {start:.3f} (first {first} steps) -> {end:.3f} (last {last}), "
+        f"{end - start:+.3f}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

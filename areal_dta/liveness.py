@@ -1,0 +1,84 @@
+"""Notice that a worker or server process has died while the trainer waits for it.
+
+AReaL's trainer may wait for hours for an answer that will not come. Two probes: has the
+process ended (workers on this machine), and does its port refuse connections (any
+scheduler). A dead process refuses at once, while one that is merely busy still accepts:
+the kernel does. But a child that it forked may hold its port open, hence the first.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Mapping
+
+import psutil
+
+Probe = Callable[[], bool]
+"""Returns True if what it looks at is dead. May take seconds."""
+
+DEAD_IN_A_ROW = 2  # so that one lost probe does not end a run
+
+
+def port_probe(host: str, port: int) -> Probe:
+    def is_dead() -> bool:
+        try:
+            socket.create_connection((host, port), timeout=5.0).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False  # busy, or a passing fault; the step time-out covers it
+        return False
+
+    return is_dead
+
+
+def process_probe(process: psutil.Process) -> Probe:
+    def is_dead() -> bool:
+        try:
+            return process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    return is_dead
+
+
+class LivenessMonitor:
+    """Runs probes from a thread until one finds a death. Use as a context manager."""
+
+    def __init__(
+        self,
+        probes: Mapping[str, Probe],
+        on_death: Callable[[str], None],
+        interval_seconds: float = 2.0,
+    ) -> None:
+        """
+        Args:
+            probes: by the name, for messages, of what they look at.
+            on_death: called once, in the monitor's thread, with a message.
+        """
+        self._probes = dict(probes)
+        self._on_death = on_death
+        self._interval_seconds = interval_seconds
+        self._stop = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watch, name="liveness", daemon=True
+        )
+
+    def __enter__(self) -> LivenessMonitor:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10.0)
+
+    def _watch(self) -> None:
+        dead = dict.fromkeys(self._probes, 0)
+        while not self._stop.wait(self._interval_seconds):
+            for name, probe in self._probes.items():
+                dead[name] = dead[name] + 1 if probe() else 0
+                if dead[name] >= DEAD_IN_A_ROW and not self._stop.is_set():
+                    self._on_death(f"{name} has died; out of memory is a usual cause")
+                    return

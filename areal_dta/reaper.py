@@ -1,0 +1,73 @@
+"""Kill what a run leaves behind when its launcher dies without a chance to clean up.
+
+Every process of a run carries `MARKER` in its environment, inherited from the first.
+The launcher starts ``python -m areal_dta.reaper MARKER`` outside the run, and holds the
+write end of its standard input. When the launcher is gone, be it by ``kill -9``, the
+kernel closes the pipe, and whatever still carries the marker is killed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Final
+
+import psutil
+
+MARKER: Final = "AREAL_DTA_RUN"
+
+
+def start_reaper(marker: str) -> subprocess.Popen[bytes]:
+    """Start the reaper; closing its ``stdin`` (or dying) makes it act and end."""
+    # Without the marker of a run that this launcher itself may be part of: the reaper
+    # must outlive that one's purge, to carry out its own.
+    env = {k: v for k, v in os.environ.items() if k != MARKER}
+    return subprocess.Popen(
+        [sys.executable, "-m", "areal_dta.reaper", marker],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        env=env,
+        start_new_session=True,  # out of reach of the terminal's Ctrl-C
+    )
+
+
+def marked_processes(marker: str) -> list[psutil.Process]:
+    """Living processes of this user that carry the marker."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARKER) == marker:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue  # another user's, a zombie, or gone meanwhile
+    return [p for p in found if p.pid != os.getpid()]
+
+
+def kill_marked(marker: str, timeout_seconds: float = 10.0) -> bool:
+    """Kill until none is left. Returns False when some survive the time-out."""
+    deadline = time.monotonic() + timeout_seconds
+    while processes := marked_processes(marker):
+        if time.monotonic() > deadline:
+            return False
+        for process in processes:  # one that forks meanwhile is found next time
+            try:
+                process.kill()
+            except psutil.Error:
+                continue
+        time.sleep(0.05)
+    return True
+
+
+def main(argv: list[str]) -> int:
+    (marker,) = argv
+    for ignored in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
+    sys.stdin.buffer.read()
+    return 0 if kill_marked(marker) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

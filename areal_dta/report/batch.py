@@ -1,0 +1,96 @@
+"""What a training batch looks like as a prefix tree, seen from the controller.
+
+Computed for every engine alike, so that a dense run shows what the tree engine would
+share. Cost: the batch's token ids travel once to the controller (two small tensors a
+prompt), and the tree is built in milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from areal.infra.rpc.rtensor import RTensor
+from numpy.typing import NDArray
+
+from areal_dta.plan import FlopModel, build_schedule
+from areal_dta.tree import PrefixTree
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """Sizes of one training batch."""
+
+    num_sequences: int
+    sequence_tokens: int
+    tree_tokens: int
+    sharing_ratio: float
+    predicted_saving: float | None
+    """1 - FLOPs of the tree's schedule / FLOPs of dense training; None if unknown."""
+    reward: float | None
+    """Mean over the sequences."""
+
+
+class BatchMeter:
+    """Measures batches against one model and the engine's budgets."""
+
+    def __init__(
+        self,
+        flop_model: FlopModel | None,
+        block_tokens: int,
+        retain_tokens: int | None,
+    ) -> None:
+        self._flop_model = flop_model
+        self._block_tokens = block_tokens
+        self._retain_tokens = retain_tokens
+
+    def measure(self, batch: Sequence[dict[str, Any]]) -> BatchShape:
+        """Measure a batch as AReaL's controller holds it: one dict a prompt."""
+        items = _fetch(batch, ("input_ids", "attention_mask", "rewards"))
+        sequences = [s for item in items for s in _rows(item)]
+        rewards = [float(r) for item in items for r in item["rewards"].flatten()]
+        return self.measure_sequences(sequences, rewards)
+
+    def measure_sequences(
+        self, sequences: Sequence[NDArray[np.integer]], rewards: Sequence[float] = ()
+    ) -> BatchShape:
+        tree = PrefixTree.from_sequences(sequences)
+        saving = None
+        if self._flop_model is not None:
+            schedule = build_schedule(tree, self._block_tokens, self._retain_tokens)
+            saving = 1.0 - 1.0 / self._flop_model.saving(tree, schedule)
+        return BatchShape(
+            num_sequences=tree.num_sequences,
+            sequence_tokens=tree.num_sequence_tokens,
+            tree_tokens=tree.num_tree_tokens,
+            sharing_ratio=tree.sharing_ratio,
+            predicted_saving=saving,
+            reward=sum(rewards) / len(rewards) if rewards else None,
+        )
+
+
+def _fetch(
+    batch: Sequence[dict[str, Any]], keys: Sequence[str]
+) -> list[dict[str, Any]]:
+    # Copies: fetching fills an RTensor in place, and a filled one would be sent
+    # along, data and all, with every later call to a worker.
+    remote = [
+        {
+            k: replace(v) if isinstance(v, RTensor) else v
+            for k, v in item.items()
+            if k in keys
+        }
+        for item in batch
+    ]
+    return list(RTensor.localize(remote))
+
+
+def _rows(item: dict[str, torch.Tensor]) -> list[NDArray[np.int64]]:
+    ids, mask = item["input_ids"], item["attention_mask"].bool()
+    rows = [
+        row[kept].numpy().astype(np.int64) for row, kept in zip(ids, mask, strict=True)
+    ]
+    return [row for row in rows if len(row)]

@@ -1,0 +1,61 @@
+"""From AReaL's statistics of a step to our record of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from areal_dta.report.batch import BatchShape
+from areal_dta.report.metrics import StepMetrics
+
+# The keys under which AReaL's PPO trainer and actor export what we show.
+_REWARD = "ppo_actor/task_reward/avg"
+_LOSS = "ppo_actor/update/actor_loss/avg"
+_GRAD_NORM = "ppo_actor/update/grad_norm"
+_ROLLOUT = "timeperf/rollout"
+_UPDATE = "timeperf/update_weights"
+_TRAIN = (
+    "timeperf/recompute_logp",
+    "timeperf/compute_advantage",
+    "timeperf/train_step",
+)
+
+
+def step_metrics(
+    step: int,
+    stats: Mapping[str, float],
+    shape: BatchShape | None,
+    step_seconds: float,
+) -> StepMetrics:
+    """Make the record of one step.
+
+    Args:
+        step: counts from 1.
+        stats: what AReaL commits to its loggers for this step.
+        shape: of the step's batch; None if it was not seen.
+        step_seconds: wall clock since the last step.
+    """
+    train = [stats[key] for key in _TRAIN if key in stats]
+    reward = _get(stats, _REWARD)
+    if reward is None and shape is not None:
+        reward = shape.reward
+    return StepMetrics(
+        step=step,
+        reward=reward,
+        loss=_get(stats, _LOSS),
+        grad_norm=_get(stats, _GRAD_NORM),
+        sequence_tokens=shape.sequence_tokens if shape else None,
+        tree_tokens=shape.tree_tokens if shape else None,
+        sharing_ratio=shape.sharing_ratio if shape else None,
+        rollout_seconds=_get(stats, _ROLLOUT),
+        train_seconds=sum(train) if train else None,
+        step_seconds=step_seconds,
+        update_seconds=_get(stats, _UPDATE),
+        predicted_saving=shape.predicted_saving if shape else None,
+        num_sequences=shape.num_sequences if shape else None,
+    )
+
+
+def _get(stats: Mapping[str, float], key: str) -> float | None:
+    value = stats.get(key)
+    return None if value is None or not math.isfinite(value) else float(value)

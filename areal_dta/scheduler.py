@@ -1,0 +1,58 @@
+"""AReaL's local scheduler with bounded waits and ports that do not repeat."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import psutil
+from areal.infra.scheduler.exceptions import WorkerFailedError, WorkerTimeoutError
+from areal.infra.scheduler.local import LocalScheduler, WorkerInfo
+
+
+class BoundedLocalScheduler(LocalScheduler):
+    """Does not wait for ever for a worker that died while it started.
+
+    AReaL polls a new worker's health without a time-out and without looking whether
+    its process is alive.
+    """
+
+    def worker_processes(self) -> dict[str, psutil.Process]:
+        """The process of each worker, by the worker's id.
+
+        AReaL holds the shell that also runs the worker's log pipeline.
+        """
+        found = {}
+        for workers in self._workers.values():
+            for worker in workers:
+                if worker.process is None:  # forked by another worker
+                    continue
+                for child in psutil.Process(worker.process.pid).children():
+                    if "--worker-index" in child.cmdline():
+                        found[worker.worker.id] = child
+        return found
+
+    def _allocate_ports(self, count: int) -> list[int]:
+        # AReaL draws ports from the generator that the trainer seeds, so two runs with
+        # one seed would draw the same ones, seconds before either listens on them.
+        state = random.getstate()
+        random.seed()
+        try:
+            return super()._allocate_ports(count)
+        finally:
+            random.setstate(state)
+
+    def _configure_worker(self, worker_info: WorkerInfo, worker_rank: int) -> None:
+        deadline = time.monotonic() + self.startup_timeout
+        while not self._is_worker_ready(worker_info):
+            process = worker_info.process
+            if process is not None and process.poll() is not None:
+                raise WorkerFailedError(
+                    worker_info.worker.id,
+                    process.returncode,
+                    self._read_log_tail(worker_info.log_file),
+                )
+            if time.monotonic() > deadline:
+                raise WorkerTimeoutError(worker_info.worker.id, self.startup_timeout)
+            time.sleep(0.1)
+        super()._configure_worker(worker_info, worker_rank)

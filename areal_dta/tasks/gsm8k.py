@@ -1,0 +1,191 @@
+"""GSM8K-style word problems as a dataset for AReaL's RLVR workflow."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_dta.embedded import generate_problems
+from areal_dta.embedded.problems import SPLITS
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+EMBEDDED = "embedded"
+HUB_NAME = "openai/gsm8k"
+_HUB_CONFIGURATION = "main"
+
+# What AReaL's own GSM8K task appends. The embedded model was not trained with it.
+BOXED_INSTRUCTION = "\nPlease put your final answer within \\boxed{}."
+
+_DEFAULT_NUM_PROBLEMS = {"train": 2048, "test": 256}
+_FINAL_ANSWER = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)\s*\Z")
+_EXPECTED_LINE = (
+    "expected one JSON object per line like "
+    '{"question": "...", "answer": "... #### 42"}'
+)
+
+
+def load_dataset(
+    path: str,
+    split: str = "train",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_length: int | None = None,
+    *,
+    num_problems: int | None = None,
+    seed: int = 0,
+    instruction: str | None = None,
+) -> Dataset:
+    """Load problems with the columns `messages` (one user turn) and `answer`.
+
+    Args:
+        path: "embedded" (generated problems), "openai/gsm8k" (from the Hugging Face
+            hub), or a JSONL file with `question` and `answer`, the latter ending in
+            ``#### N``.
+        split: "train" or "test". A JSONL file is one split, whatever this says.
+        tokenizer: its chat template renders the prompts that `max_length` is about.
+        max_length: prompts of more tokens are dropped, and their number is logged.
+        num_problems: at most so many, before long ones are dropped. None means all;
+            for "embedded" 2,048 for training and 256 for testing.
+        seed: of the generated problems.
+        instruction: appended to each question. None means nothing for "embedded", and
+            elsewhere AReaL's request to put the answer into a box.
+
+    Returns:
+        `answer` is the final number as text without separators, as
+        `areal_dta.tasks.math_reward.math_reward_fn` takes it.
+
+    Raises:
+        ValueError: no such dataset, a bad line, the hub is out of reach, or no problem
+            is left.
+    """
+    from datasets import Dataset
+
+    if max_length is not None and tokenizer is None:
+        raise ValueError(
+            f"max_length={max_length} needs a tokenizer to count tokens with; "
+            "pass one, or leave max_length out."
+        )
+    if num_problems is not None and num_problems < 1:
+        raise ValueError(f"num_problems={num_problems} must be at least 1, or None.")
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r} is unknown; use one of {SPLITS}.")
+
+    if path == EMBEDDED:
+        num = num_problems or _DEFAULT_NUM_PROBLEMS[split]
+        problems: Iterable[dict[str, str]] = generate_problems(num, seed, split)
+        source = EMBEDDED
+    elif path == HUB_NAME:
+        problems = _load_hub(split)
+        source = f"{HUB_NAME}, split {split}"
+    else:
+        problems = _iter_jsonl(path)
+        source = path
+    if instruction is None:
+        instruction = "" if path == EMBEDDED else BOXED_INSTRUCTION
+
+    rows = []
+    num_dropped = 0
+    for index, problem in enumerate(problems):
+        if index == num_problems:
+            break
+        content = problem["question"] + instruction
+        messages = [{"role": "user", "content": content}]
+        if max_length is not None and tokenizer is not None:
+            if _num_prompt_tokens(tokenizer, messages) > max_length:
+                num_dropped += 1
+                continue
+        rows.append({"messages": messages, "answer": final_answer(problem["answer"])})
+    if num_dropped:
+        logger.warning(
+            "dropped %d of %d problems of %s: their prompts are longer than %d tokens.",
+            num_dropped,
+            num_dropped + len(rows),
+            source,
+            max_length,
+        )
+    if not rows:
+        raise ValueError(
+            f"{source} has no usable problem ({num_dropped} were longer than "
+            f"max_length={max_length}); raise max_length or give another dataset."
+        )
+    return Dataset.from_list(rows)
+
+
+def final_answer(solution: str) -> str:
+    """The number after the last ``####``, without thousands separators.
+
+    Raises:
+        ValueError: there is none.
+    """
+    match = _FINAL_ANSWER.search(solution)
+    if match is None:
+        raise ValueError(f"the answer {solution[-60:]!r} does not end in '#### N'.")
+    return match[1].replace(",", "")
+
+
+def _num_prompt_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
+) -> int:
+    text = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
+    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _iter_jsonl(path: str) -> Iterator[dict[str, str]]:
+    file = Path(path)
+    if not file.is_file():
+        reason = "is a directory" if file.is_dir() else "does not exist"
+        raise ValueError(
+            f"dataset path {path!r} {reason}; give a JSONL file, {EMBEDDED!r}, "
+            f"or {HUB_NAME!r}."
+        )
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _parse_line(line, f"{path}, line {number}")
+
+
+def _parse_line(line: bytes, where: str) -> dict[str, str]:
+    try:
+        problem = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{where}: not UTF-8 text; {_EXPECTED_LINE}.") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error}); {_EXPECTED_LINE}.") from error
+    if not isinstance(problem, dict):
+        got = type(problem).__name__
+        raise ValueError(f"{where}: got a JSON {got}; {_EXPECTED_LINE}.")
+    for field in ("question", "answer"):
+        value = problem.get(field)
+        if not isinstance(value, str) or not value.strip():
+            raise ValueError(
+                f"{where}: {field!r} is {value!r}, not a text; {_EXPECTED_LINE}."
+            )
+    try:
+        final_answer(problem["answer"])
+    except ValueError as error:
+        raise ValueError(f"{where}: {error} Mend or remove the line.") from error
+    return problem
+
+
+def _load_hub(split: str) -> Iterable[dict[str, str]]:
+    import datasets
+
+    try:
+        return datasets.load_dataset(HUB_NAME, _HUB_CONFIGURATION, split=split)
+    # OSError is the base of connection errors, offline mode and a missing dataset.
+    except OSError as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(
+            f"cannot load {HUB_NAME!r} from the Hugging Face hub: {reason}. Check the "
+            f"network, give a local GSM8K JSONL file, or use {EMBEDDED!r}."
+        ) from error

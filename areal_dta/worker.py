@@ -1,0 +1,19 @@
+"""``python -m areal_dta.worker``: AReaL's RPC worker, listening on loopback only."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    from areal.infra.rpc import rpc_server
+
+    from areal_dta.loopback import LOOPBACK, use_loopback
+
+    use_loopback()
+    sys.argv[1:1] = ["--host", LOOPBACK]
+    rpc_server.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""The schema: every YAML fits it, and what does not is refused in one clear line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from areal_dta.compose import ConfigError, compose, find_config, project_config_dir
+from areal_dta.config import (
+    ROLLOUT_BACKENDS,
+    TRAIN_BACKENDS,
+    DTAGRPOConfig,
+    parse_backend,
+    to_structured,
+    translate_backends,
+)
+from areal_dta.job import save_config
+
+CONFIGS = project_config_dir()
+MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
+EXPERIMENTS = sorted(path.name for path in CONFIGS.glob("*.yaml"))
+
+
+def load(*overrides: str, name: str = "gsm8k_grpo.yaml") -> DTAGRPOConfig:
+    return to_structured(compose(find_config(name), ["hardware=cpu", *overrides]))
+
+
+def flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(value, dict):
+        return {prefix: value}
+    return {
+        k: v for key in value for k, v in flat(value[key], f"{prefix}.{key}").items()
+    }
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("hardware", ["cpu", "gpu"])
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_yaml_fits_the_schema(name: str, hardware: str, model: str) -> None:
+    config = load(f"hardware={hardware}", f"model={model}", name=name)
+    assert config.actor.path
+    assert config.tokenizer_path == config.actor.path
+    assert config.actor.dtype == {"cpu": "float32", "gpu": "bfloat16"}[hardware]
+    assert config.actor.reward_norm is not None
+    assert config.actor.reward_norm.group_size == config.gconfig.n_samples
+    assert config.rollout.max_head_offpolicyness > 0
+    assert config.actor.use_decoupled_loss
+
+
+def test_the_dense_twin_differs_in_one_line() -> None:
+    ours, twin = (
+        flat(OmegaConf.to_container(composed.config, resolve=True))
+        for composed in (
+            compose(find_config("gsm8k_grpo"), ["hardware=cpu"]),
+            compose(
+                find_config("gsm8k_grpo"), ["hardware=cpu", "actor.backend=fsdp:d1"]
+            ),
+        )
+    )
+    differing = {k: (ours[k], twin[k]) for k in ours if ours[k] != twin[k]}
+    assert differing == {".actor.backend": ("dta:d1", "fsdp:d1")}
+    assert ours.keys() == twin.keys()
+
+
+def test_options_of_the_tree_engine() -> None:
+    options = load("actor.dta.block_tokens=64", "actor.dta.retain_tokens=0").actor.dta
+    assert (options.block_tokens, options.retain_tokens) == (64, 0)
+    assert load().actor.dta.retain_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("actor.optimizer.lrr=1", r"'actor.optimizer.lrr' \(did you mean 'actor.opt"),
+        ("actor.dta.block_token=1", r"did you mean 'actor.dta.block_tokens'"),
+        ("total_train_step=1", r"did you mean 'total_train_steps'"),
+        ("modl=tiny", r"unknown key 'modl' \(did you mean 'model'\?\)"),
+        ("xyzzy=1", r"unknown key 'xyzzy'$"),
+        ("seed=abc", "seed: Value 'abc' of type 'str' could not be converted to Int"),
+        ("actor.dta.block_tokens=0", "dta.block_tokens=0; expected >= 1"),
+        ("actor.dta.retain_tokens=-1", "dta.retain_tokens=-1; expected null or >= 0"),
+        ("launch.grace_seconds=0", "launch.grace_seconds=0.0; expected a positive"),
+        ("actor.dtype=float8", "dtype must be one of"),
+        ("saver.mode=never", "Invalid mode 'never'"),
+        ("experiment_name=???", "no value for experiment_name"),
+        ("actor.path=${no.such.key}", "Interpolation key 'no.such.key' not found"),
+        ("total_train_epochs=0", "total_train_epochs must be positive"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_one_line(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load(override)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "engine", "areal", "ranks"),
+    [
+        ("dta:d2", "dta", "fsdp:d2", 2),
+        ("fsdp:d2t2", "fsdp", "fsdp:d2t2", 4),
+        ("megatron:d1p2", "megatron", "megatron:d1p2", 2),
+    ],
+)
+def test_training_backends(spec: str, engine: str, areal: str, ranks: int) -> None:
+    backend = parse_backend(spec, "actor.backend", TRAIN_BACKENDS)
+    assert (backend.engine, backend.areal) == (engine, areal)
+    assert backend.num_ranks == ranks
+
+
+def test_rollout_backend() -> None:
+    backend = parse_backend("local:d3", "rollout.backend", ROLLOUT_BACKENDS)
+    assert (backend.engine, backend.areal, backend.dp_size) == ("local", "sglang:d3", 3)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("dat:d1", r"unknown backend 'dat' \(did you mean 'dta'\?\)"),
+        ("sglang:d1", "expected one of dta, fsdp, megatron, archon"),
+        ("dta", "no parallelism; expected e.g. dta:d1"),
+        ("dta:", "no parallelism"),
+        ("dta:x1", "cannot read the parallelism 'x1'"),
+        ("dta:d1t2", "dta is data parallel only; expected dta:d2"),
+    ],
+)
+def test_bad_backends(spec: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        parse_backend(spec, "actor.backend", TRAIN_BACKENDS)
+    assert "\n" not in str(error.value)
+    assert str(error.value).startswith(f"actor.backend={spec}")
+
+
+def test_translation_leaves_the_original_alone() -> None:
+    config = load("actor.backend=dta:d2")
+    translated = translate_backends(config)
+    assert (translated.actor.backend, translated.actor.engine) == ("fsdp:d2", "dta")
+    assert (translated.rollout.backend, translated.rollout.engine) == (
+        "sglang:d1",
+        "local",
+    )
+    assert config.actor.backend == "dta:d2"
+    assert config.actor.engine == ""
+
+
+def test_a_saved_configuration_can_be_run_again(tmp_path: Path) -> None:
+    config = load("seed=3", "actor.backend=fsdp:d1")
+    save_config(config, tmp_path / "config.yaml")
+    again = to_structured(compose(tmp_path / "config.yaml", []))
+    assert again == config

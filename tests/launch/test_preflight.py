@@ -1,0 +1,159 @@
+"""What cannot work on this machine is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal_dta import hardware, preflight
+from areal_dta.compose import Composed, ConfigError, compose, find_config
+from areal_dta.config import DTAGRPOConfig, to_structured
+from areal_dta.hardware import detect_hardware
+from areal_dta.preflight import check_config, load_object, num_steps
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def load(*overrides: str) -> tuple[DTAGRPOConfig, Composed]:
+    composed = compose(find_config("gsm8k_grpo"), ["hardware=cpu", *overrides])
+    return to_structured(composed), composed
+
+
+def check(*overrides: str) -> list[str]:
+    return check_config(*load(*overrides))
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Test GPU")
+
+
+@pytest.mark.parametrize("backend", ["dta:d1", "dta:d2", "fsdp:d1", "fsdp:d2"])
+def test_the_main_job_passes(no_gpu: None, backend: str) -> None:
+    assert check(f"actor.backend={backend}") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["hardware=gpu"], "hardware=gpu, but torch .* CUDA.*; use hardware=cpu"),
+        (["actor.backend=dtaa:d1"], "did you mean 'dta'"),
+        (["rollout.backend=loca:d1"], "did you mean 'local'"),
+        (["rollout.backend=sglang:d1"], "needs a GPU; use rollout.backend=local:d1"),
+        (["actor.backend=megatron:d1"], "needs GPUs; use actor.backend=dta:d1"),
+        (["actor.weight_update_mode=xccl"], "use actor.weight_update_mode=disk"),
+        (["actor.backend=dta:d3"], "use a multiple of 3"),
+        (["actor.reward_norm.group_size=4"], "group_size=4 would mix prompts"),
+        (["total_train_steps=0"], "total_train_steps=0; expected >= 1"),
+        (["actor.enable_tree_training=true"], "enable_tree_training"),
+        (["trial_name=a/b"], "trial_name='a/b' names a directory"),
+        (["scheduler.type=slrum"], "did you mean 'slurm'"),
+        (
+            ["actor.backend=fsdp:d1", "actor.attn_impl=flash_attention_2"],
+            "flash-attn is not installed",
+        ),
+        (
+            [
+                "+critic={backend: 'fsdp:d1', attn_impl: sdpa, "
+                "experiment_name: e, trial_name: t}"
+            ],
+            "lets packed sequences attend to one another",
+        ),
+        (["local.dtype=float31"], "local: dtype='float31'"),
+        (["reward_fn=areal_dta.tasks.math_reward.reward"], "cannot be imported"),
+        (["workflow=nonsense"], "expected package.module.name"),
+        (["train_dataset.path=/no/such.jsonl"], "no such file"),
+        (["actor.path=/no/such/model"], "no such directory"),
+    ],
+)
+def test_what_cannot_work(no_gpu: None, overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        check(*overrides)
+    assert "\n" not in str(error.value)
+
+
+def test_switched_off_settings_are_told(no_gpu: None) -> None:
+    (message,) = check("actor.gradient_checkpointing=true")
+    assert message.startswith("actor: gradient_checkpointing=true is switched off")
+
+
+def test_a_directory_without_a_model(no_gpu: None, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no config.json"):
+        check(f"actor.path={tmp_path}")
+
+
+def test_a_hub_model_that_cannot_be_reached(no_gpu: None) -> None:
+    # tests/conftest.py takes the hub offline
+    with pytest.raises(ConfigError, match="nobody/nothing cannot be loaded") as error:
+        check("actor.path=nobody/nothing")
+    assert "\n" not in str(error.value)
+
+
+class TestHardware:
+    def test_without_a_gpu(self, no_gpu: None) -> None:
+        found = detect_hardware()
+        assert found.choice == "cpu"
+        assert "CUDA" in found.reason
+
+    def test_with_a_gpu(self, one_gpu: None) -> None:
+        found = detect_hardware()
+        assert (found.choice, found.reason) == ("gpu", "found 1 x Test GPU")
+
+    def test_more_trainers_than_gpus(self, one_gpu: None) -> None:
+        with pytest.raises(ConfigError, match="needs 2 GPUs, this machine has 1"):
+            check("hardware=gpu", "actor.backend=dta:d2")
+
+    def test_sharing_gpus_is_told(self, one_gpu: None) -> None:
+        config, _ = load("hardware=gpu")
+        backends = preflight.actor_backend(config), preflight.rollout_backend(config)
+        assert preflight.gpu_note(*backends) == ["2 processes share 1 GPUs"]
+
+    def test_rollout_server_that_is_not_installed(
+        self, one_gpu: None, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match="pip install vllm"):
+            check("hardware=gpu", "rollout.backend=vllm:d1")
+
+    def test_count(self, one_gpu: None) -> None:
+        assert hardware.num_gpus() == 1
+
+
+@pytest.mark.parametrize(
+    ("prompts", "overrides", "steps"),
+    [
+        (100, ["total_train_steps=null"], 6),
+        (100, ["total_train_steps=null", "total_train_epochs=2"], 12),
+        (100, ["total_train_steps=5"], 5),
+        (100, ["total_train_steps=50"], 6),
+    ],
+)
+def test_number_of_steps(prompts: int, overrides: list[str], steps: int) -> None:
+    config, _ = load("train_dataset.batch_size=16", *overrides)
+    assert num_steps(config, prompts) == steps
+
+
+def test_too_few_prompts() -> None:
+    with pytest.raises(ConfigError, match="holds 15 prompts, fewer than one batch"):
+        num_steps(load()[0], 15)
+
+
+def test_load_object() -> None:
+    assert load_object("json.dumps", "key") is json.dumps
+
+
+@pytest.mark.parametrize("path", ["json.dump_", "no_such_module.x", "dumps", ""])
+def test_load_object_fails_in_one_line(path: str) -> None:
+    with pytest.raises(ConfigError, match="^key=.* cannot be imported") as error:
+        load_object(path, "key")
+    assert "\n" not in str(error.value)
