@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from areal_dta.embedded.corpus import Fault, Mix, sample_conversation
-from areal_dta.embedded.evaluate import accuracy_table
+from areal_dta.embedded.evaluate import SETTINGS, accuracy_table
 from areal_dta.embedded.problems import iter_problems
 from areal_dta.embedded.tokenizer import (
     MAX_POSITIONS,
@@ -211,10 +211,10 @@ def main(argv: list[str] | None = None) -> None:
 
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
-    stages, num_eval = STAGES, args.num_eval
+    stages, settings, num_eval = STAGES, SETTINGS, args.num_eval
     if args.quick:
         stages = tuple(replace(stage, num_steps=5) for stage in STAGES)
-        num_eval = min(num_eval, 4)
+        settings, num_eval = SETTINGS[:1], min(num_eval, 4)
 
     rng = random.Random(args.seed)
     conversations = [
@@ -228,7 +228,8 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{num_parameters:,} parameters, {args.threads} threads, seed {args.seed}")
     for index, stage in enumerate(stages):
         train(model, tokenizer, stage, seed=args.seed + index)
-        print(accuracy_table(model, tokenizer, num_eval, args.seed), flush=True)
+        table = accuracy_table(model, tokenizer, num_eval, args.seed, settings)
+        print(table, flush=True)
 
     args.out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, args.out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -129,6 +130,7 @@ def accuracy_table(
     tokenizer: PreTrainedTokenizerFast,
     num_problems: int,
     seed: int,
+    settings: Sequence[Setting] = SETTINGS,
 ) -> str:
     """A Markdown table of accuracies on test problems, sampled and greedy."""
     was_training = model.training
@@ -139,7 +141,7 @@ def accuracy_table(
         f"| setting, {num_problems} problems | T=1 | greedy | tool calls, T=1 |",
         "|---|---|---|---|",
     ]
-    for setting in SETTINGS:
+    for setting in settings:
         torch.manual_seed(seed)
         cells: list[str] = []
         for temperature in (1.0, 0.0):
