@@ -36,7 +36,7 @@ class Setting:
     tools: tuple[dict[str, Any], ...] = ()
 
 
-SETTINGS = (
+SETTINGS: tuple[Setting, ...] = (
     Setting("plain"),
     Setting("system prompt", SYSTEM_PROMPT),
     Setting("new system prompt", "Please read the question and reply to it."),

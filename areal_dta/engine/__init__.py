@@ -10,24 +10,51 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from areal_dta.engine.checks import check_actor_config, check_model_config
+from areal_dta.engine.prox_logp import fuses_prox_logp
 
 if TYPE_CHECKING:
     from areal_dta.engine.actor import DTAPPOActor
-    from areal_dta.engine.dense import DensePPOActor
+    from areal_dta.engine.critic import DTAPPOCritic
+    from areal_dta.engine.dense import (
+        DenseDPOEngine,
+        DenseLMEngine,
+        DensePPOActor,
+        DensePPOCritic,
+        DenseRWEngine,
+    )
     from areal_dta.engine.dta_engine import DTAEngine
+    from areal_dta.engine.lm import DTALMEngine
+    from areal_dta.engine.preference import DTADPOEngine, DTARWEngine
 
 _MODULE_OF = {
     "DTAEngine": "areal_dta.engine.dta_engine",
     "DTAPPOActor": "areal_dta.engine.actor",
+    "DTAPPOCritic": "areal_dta.engine.critic",
+    "DTALMEngine": "areal_dta.engine.lm",
+    "DTADPOEngine": "areal_dta.engine.preference",
+    "DTARWEngine": "areal_dta.engine.preference",
     "DensePPOActor": "areal_dta.engine.dense",
+    "DensePPOCritic": "areal_dta.engine.dense",
+    "DenseLMEngine": "areal_dta.engine.dense",
+    "DenseDPOEngine": "areal_dta.engine.dense",
+    "DenseRWEngine": "areal_dta.engine.dense",
 }
 
 __all__ = [
+    "DTADPOEngine",
     "DTAEngine",
+    "DTALMEngine",
     "DTAPPOActor",
+    "DTAPPOCritic",
+    "DTARWEngine",
+    "DenseDPOEngine",
+    "DenseLMEngine",
     "DensePPOActor",
+    "DensePPOCritic",
+    "DenseRWEngine",
     "check_actor_config",
     "check_model_config",
+    "fuses_prox_logp",
 ]
 
 

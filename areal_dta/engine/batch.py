@@ -121,10 +121,11 @@ def load_batch(input_: BatchInput, mb_spec: MicroBatchSpec) -> RankBatch:
 
 
 def pad_to_labels(values: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
-    """Pack per-sequence values [len - 1] as AReaL packs them, [len] each.
+    """Pack per-sequence logprobs [len - 1] as AReaL packs them, [len] each.
 
     The last position of a sequence has no next token. AReaL leaves the logprob of
     whatever token the packing puts next there, which no loss reads; here it is 0.
+    Values, [len] already, are packed as they are.
     """
     return torch.cat(
         [
@@ -140,8 +141,9 @@ def load_together(
     """``load_batch`` on every rank; collective over ``group``.
 
     Returns:
-        The batch; and on a rank without rows one row of one token, zero in every key
-        of its peers' rows, on which a loss can be called for its statistics' keys.
+        The batch; and on a rank without rows one (with granularity 2, two) of one
+        token, zero in every key of its peers' rows, on which a loss can be called for
+        its statistics' keys.
 
     Raises:
         ValueError: as ``load_batch``.
@@ -163,7 +165,9 @@ def load_together(
     template = next((rows for _, rows in peers if rows), None)
     if batch.num_rows or template is None:
         return batch, None
-    return batch, RankBatch(zero_rows(template, 1), [1], [[0]], None)
+    num_rows = mb_spec.granularity  # a loss of pairs needs two
+    rows = zero_rows(template, num_rows)
+    return batch, RankBatch(rows, [1] * num_rows, [list(range(num_rows))], None)
 
 
 def _right_padded_lengths(mask_BS: torch.Tensor) -> list[int]:
@@ -180,14 +184,24 @@ def _right_padded_lengths(mask_BS: torch.Tensor) -> list[int]:
 
 
 def _allocate(lengths: list[int], mb_spec: MicroBatchSpec) -> list[list[int]]:
-    limit = mb_spec.max_tokens_per_mb or DEFAULT_MAX_TOKENS_PER_MB
-    if max(lengths) > limit:
+    """Rows of each micro-batch; ``granularity`` consecutive ones stay together."""
+    size = mb_spec.granularity
+    if len(lengths) % size:
         raise ValueError(
-            f"mb_spec.max_tokens_per_mb={limit} < row {int(np.argmax(lengths))} "
-            f"({max(lengths)} tokens): raise it or filter the rollout"
+            f"{len(lengths)} rows on this rank; expected a multiple of "
+            f"mb_spec.granularity={size}, so that groups such as pairs stay together"
+        )
+    totals = [sum(lengths[i : i + size]) for i in range(0, len(lengths), size)]
+    limit = mb_spec.max_tokens_per_mb or DEFAULT_MAX_TOKENS_PER_MB
+    if max(totals) > limit:
+        first = int(np.argmax(totals)) * size
+        which = f"row {first}" if size == 1 else f"rows {first} to {first + size - 1}"
+        raise ValueError(
+            f"mb_spec.max_tokens_per_mb={limit} < {which} "
+            f"({max(totals)} tokens): raise it or filter the rollout"
         )
     # A rank may have fewer rows than micro-batches are asked for.
-    num_wanted = min(mb_spec.n_mbs or 1, len(lengths))
+    num_wanted = min(mb_spec.n_mbs or 1, len(totals))
     num_multiple = mb_spec.n_mbs_divisor if mb_spec.n_mbs_divisor <= num_wanted else 1
     spec = MicroBatchSpec.new(
         mb_spec,
@@ -195,4 +209,7 @@ def _allocate(lengths: list[int], mb_spec: MicroBatchSpec) -> list[list[int]]:
         max_tokens_per_mb=limit,
         n_mbs_divisor=num_multiple,
     )
-    return allocate_balanced_mbs(spec, lengths)
+    return [
+        [row for group in groups for row in range(group * size, (group + 1) * size)]
+        for groups in allocate_balanced_mbs(spec, totals)
+    ]

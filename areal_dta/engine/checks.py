@@ -133,30 +133,31 @@ def _feature_problems(config: Any) -> list[str]:
         ),
         f"_version={config._version}: AReaL's v2 controllers do not go through this "
         "engine; use _version=v1": config._version != "v1",
-        "use_lora=true: LoRA is not tested with the tree engine; use full-parameter "
-        "training, or actor.backend=fsdp:dN": config.use_lora,
-        "is_critic=true: value models are not supported yet; use backend fsdp:dN "
-        "for the critic": config.is_critic,
         "use_kernels=true: kernels that replace the model's layers are not tested "
         "with the tree engine; set it false": config.use_kernels,
         "fsdp.offload_params=true: parameters must stay on the device through a tree; "
         "set it false": config.fsdp.offload_params,
         "fsdp.per_layer_optim_step=true: not tested with the tree engine; set it "
         "false": config.fsdp.per_layer_optim_step,
-        f"mb_spec.granularity={config.mb_spec.granularity}: the loss is evaluated for "
-        "single sequences, pairs are not kept together; set it to 1": (
-            config.mb_spec.granularity > 1
+        f"dta.reshard={_option(config, 'reshard', 'step')}: expected step (parameters "
+        "gathered for a step) or block (for every layer, ranks in step)": (
+            _option(config, "reshard", "step") not in ("step", "block")
         ),
         "fp8: a feature of AReaL's Megatron and Archon engines; leave "
         "megatron.fp8_config empty and archon.fp8_config.mode=disabled": (
             config.megatron.fp8_config is not None or config.archon.fp8_config.enabled
         ),
-        "m2_threshold: M2PO masks across the whole micro-batch, while this loss is "
-        "evaluated block by block; leave it empty, or use actor.backend=fsdp:dN": (
+        "m2_threshold with dta.loss_scope=sequence: M2PO masks across the whole "
+        "micro-batch; leave the scope at auto": (
             getattr(config, "m2_threshold", None) is not None
+            and _option(config, "loss_scope", "auto") == "sequence"
         ),
         f"temperature={config.temperature}: expected a number above 0": (
             config.temperature <= 0
         ),
     }
     return [message for message, is_set in refused.items() if is_set]
+
+
+def _option(config: Any, name: str, default: Any) -> Any:
+    return getattr(getattr(config, "dta", None), name, default)

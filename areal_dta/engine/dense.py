@@ -1,4 +1,4 @@
-"""AReaL's dense FSDP actor, made honest where attention ignores packing.
+"""AReaL's dense FSDP engines, made honest where attention ignores packing.
 
 AReaL packs a micro-batch into one row and relies on flash-attention's ``cu_seqlens``
 to keep its sequences apart. PyTorch's sdpa and eager attention ignore them, silently:
@@ -14,22 +14,50 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from areal.engine.fsdp_engine import FSDPPPOActor
+from areal.engine.fsdp_engine import (
+    FSDPDPOEngine,
+    FSDPEngine,
+    FSDPLMEngine,
+    FSDPPPOActor,
+    FSDPPPOCritic,
+)
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from areal_dta.engine.pair_rewards import PairRewards
 
 PACKED_ATTENTION = "areal_dta_packed_sdpa"
 _IGNORE_PACKING = ("sdpa", "eager")
 
 
-class DensePPOActor(FSDPPPOActor):
-    """The dense twin of ``DTAPPOActor``: the same results, every sequence computed."""
+class PackedAttention(FSDPEngine):
+    """Stands before one of AReaL's engines among the bases of a dense one."""
 
     def _create_device_model(self) -> None:
         super()._create_device_model()
         if self.config.attn_impl in _IGNORE_PACKING:
             self.model.set_attn_implementation(PACKED_ATTENTION)
+
+
+class DensePPOActor(PackedAttention, FSDPPPOActor):
+    """The dense twin of ``DTAPPOActor``: the same results, every sequence computed."""
+
+
+class DensePPOCritic(PackedAttention, FSDPPPOCritic):
+    """The dense twin of ``DTAPPOCritic``."""
+
+
+class DenseLMEngine(PackedAttention, FSDPLMEngine):
+    """The dense twin of ``DTALMEngine``."""
+
+
+class DenseDPOEngine(PackedAttention, FSDPDPOEngine):
+    """The dense twin of ``DTADPOEngine``."""
+
+
+class DenseRWEngine(PackedAttention, PairRewards):
+    """The dense twin of ``DTARWEngine``."""
 
 
 def _packed_sdpa(

@@ -13,7 +13,9 @@ Invariants, and the tests that hold them (tests/engine):
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -28,8 +30,9 @@ from areal.utils.data import split_batch
 from areal.utils.perf_tracer import trace_scope
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from areal_dta.engine.algorithms import choose_scope, traits_of
 from areal_dta.engine.batch import (
     BatchInput,
     RankBatch,
@@ -42,12 +45,8 @@ from areal_dta.engine.checks import (
     effective_config,
 )
 from areal_dta.engine.loss import MicroBatchLoss
-from areal_dta.engine.positions import (
-    Alignment,
-    loss_positions,
-    reads_loss_positions_only,
-)
-from areal_dta.engine.session import forward_pass, training_pass
+from areal_dta.engine.positions import ReadRule, read_positions
+from areal_dta.engine.runner import TreeRunner, is_auto
 from areal_dta.engine.statistics import LossStatistics, TrainingWork, derive_ratios
 from areal_dta.executor import ExecutorConfig, TreeExecutor, check_model_supported
 from areal_dta.plan import FlopModel
@@ -61,9 +60,14 @@ class DTAEngine(FSDPEngine):
     """Data-parallel training on prefix trees.
 
     Options come from ``config.dta`` (``block_tokens``, ``retain_tokens``,
-    ``positions``) where the configuration has it, else the executor's defaults hold.
-    With ``positions=auto`` AReaL's own losses get values where their loss mask is set
-    and zeros elsewhere, which they mask; any other loss gets values everywhere.
+    ``positions``, ``loss_scope``, ``reshard``) where the configuration has it, else
+    the defaults hold; see ``engine/runner.py`` for the budgets. With
+    ``positions=auto`` AReaL's own losses get what they read and zeros elsewhere,
+    which they mask; any other loss gets everything. With
+    ``loss_scope=auto`` a loss is evaluated block by block where that is exact, else
+    once a micro-batch on all of its rows. See ``engine/algorithms.py``.
+
+    With ``is_critic`` the model gives values, which take the place of logprobs.
 
     Raises:
         ValueError: the configuration or the model asks for what trees cannot do.
@@ -78,12 +82,13 @@ class DTAEngine(FSDPEngine):
                 "are not supported by the tree engine; use actor.backend=fsdp:dN"
             )
         messages += check_model_config(self.model_config, config.disable_dropout)
-        _check_architecture(self.model_config)
+        _check_architecture(self.model_config, config)
         logger = logging.getLogger("DTAEngine")
         for message in messages:
             logger.warning(message)
         self._executor: TreeExecutor | None = None
-        self._forward_alignment: Alignment | None = None
+        self._runner: TreeRunner | None = None
+        self._forward_rule: ReadRule | None = None
         self._flop_model: FlopModel | None = None
 
     def create_process_group(
@@ -104,20 +109,30 @@ class DTAEngine(FSDPEngine):
         options = getattr(self.config, "dta", None)
         budgets = {}
         if options is not None:
-            budgets = {
+            named = {
                 "block_tokens": options.block_tokens,
                 "retain_tokens": options.retain_tokens,
             }
+            budgets = {k: v for k, v in named.items() if not is_auto(v)}
         self._executor = TreeExecutor(
-            self.model, ExecutorConfig(temperature=self.config.temperature, **budgets)
+            self.model,
+            ExecutorConfig(temperature=self.config.temperature, **budgets),
+            outputs="values" if self.config.is_critic else "logprobs",
+        )
+        self._runner = TreeRunner(
+            self._executor,
+            options,
+            self.cpu_group,
+            self.logger,
+            getattr(self, "optimizer", None),
         )
         try:
-            self._flop_model = FlopModel.from_config(self.model_config)
+            self._flop_model = _flop_model(self.model_config, self.config.is_critic)
         except ValueError as error:
             self.logger.warning(f"no dta/predicted_saving: {error}")
 
     def destroy(self) -> None:
-        self._executor = None
+        self._executor = self._runner = None
         super().destroy()
 
     def train_batch(
@@ -125,38 +140,42 @@ class DTAEngine(FSDPEngine):
     ) -> dict[str, float]:
         """One optimizer step. Collective; a rank may have no rows.
 
-        The loss is called on the sequences that end in one block and lie in one of
-        AReaL's micro-batches, packed; each call is scaled by its weight over the
-        total of all ranks, so the weights must add up over rows.
+        In the ``sequence`` scope the loss is called on the sequences that end in one
+        block and lie in one of AReaL's micro-batches, packed; each call is scaled by
+        its weight over the total of all ranks, so the weights must add up over rows.
+        In the ``batch`` scope it is called as AReaL calls it, once a micro-batch.
         """
         self._ensure_ready()
+        traits = traits_of(loss_fn)
+        scope = choose_scope(traits, self._option("loss_scope"))
         self.optimizer_zero_grad()
         batch, dummy = load_together(input_, self.config.mb_spec, self.cpu_group)
         tree, row_of = _build_tree(batch)
         statistics = LossStatistics()
         micro_batch_loss = MicroBatchLoss(
-            batch, loss_fn, loss_weight_fn, statistics, self.device
+            batch,
+            loss_fn,
+            loss_weight_fn,
+            statistics,
+            self.device,
+            of_values=self.config.is_critic,
+            whole=scope == "batch",
         )
         total_weight = self._total_weight(micro_batch_loss)
 
-        def group_loss(
-            indices: list[int], logprobs: list[Tensor], entropies: list[Tensor]
-        ) -> Tensor:
+        def group_loss(indices: list[int], *outputs: list[Tensor]) -> Tensor:
             rows = [row_of[i] for i in indices]
-            loss = micro_batch_loss(rows, logprobs, entropies, total_weight)
+            loss = micro_batch_loss(rows, outputs, total_weight)
             # FSDP averages over the ranks; the total is over all of them already.
             return loss * self.parallel_helper.dp_size
 
-        executor = self._ready_executor()
-        positions = self._positions(batch, row_of, _loss_alignment(loss_fn))
-        with (
-            trace_scope("dta_engine.forward_backward"),
-            training_pass(self.model, self.cpu_group),
-        ):
-            total = executor.forward_backward_groups(tree, group_loss, positions)
+        runner = self._ready_runner()
+        positions = self._positions(batch, row_of, traits.reads)
+        with trace_scope("dta_engine.forward_backward"):
+            total = runner.train(tree, group_loss, positions, scope, statistics)
         micro_batch_loss.call_silently_if_unused(dummy)
         statistics.flush()
-        self._record(tree, executor, total / self.parallel_helper.dp_size)
+        self._record(tree, runner.executor, total / self.parallel_helper.dp_size, scope)
         stats: dict[str, float] = self.optimizer_step()
         stats["num_micro_batches"] = len(batch.micro_batches)
         return stats
@@ -170,14 +189,17 @@ class DTAEngine(FSDPEngine):
         batch, dummy = load_together(input_, self.config.mb_spec, self.cpu_group)
         statistics = LossStatistics()
         micro_batch_loss = MicroBatchLoss(
-            batch, loss_fn, loss_weight_fn, statistics, self.device
+            batch,
+            loss_fn,
+            loss_weight_fn,
+            statistics,
+            self.device,
+            of_values=self.config.is_critic,
+            whole=True,
         )
         total_weight = self._total_weight(micro_batch_loss)
-        logprobs, entropies = self._forward_rows(batch, _loss_alignment(loss_fn))
-        loss = torch.zeros((), dtype=torch.float32, device=self.device)
-        for rows in batch.micro_batches:
-            values = [logprobs[r] for r in rows], [entropies[r] for r in rows]
-            loss += micro_batch_loss(rows, *values, total_weight).float()
+        row_of, outputs = self._forward_rows(batch, traits_of(loss_fn).reads)
+        loss = micro_batch_loss(row_of, outputs, total_weight).float()
         micro_batch_loss.call_silently_if_unused(dummy)
         statistics.flush()
         dist.all_reduce(loss, group=self.dp_group)
@@ -190,7 +212,8 @@ class DTAEngine(FSDPEngine):
         output_seqlens: list[int] | None = None,
         aggregate_fn: Callable[[list[Tensor]], Tensor] = torch.cat,
     ) -> Tensor | list[Tensor]:
-        """Logprobs [rows, longest], entry t of token t+1, 0 at the last position.
+        """Logprobs [rows, longest], entry t of token t+1, 0 at the last position; or
+        values [rows, longest], entry t of having seen token t.
 
         A list of trajectories gives a list again. Collective; a rank may have no
         rows and gets [0, 0] or an empty list.
@@ -202,12 +225,17 @@ class DTAEngine(FSDPEngine):
                 f"output_seqlens={output_seqlens}; expected the lengths in "
                 f"attention_mask, {batch.lengths}"
             )
-        logprobs, _ = self._forward_rows(batch, self._forward_alignment)
+        row_of, channels = self._forward_rows(batch, self._forward_rule)
         if not batch.num_rows:
             empty = torch.zeros((0, 0), dtype=torch.float32, device=self.device)
             return empty if batch.meta is None else [empty] * batch.meta.n_trajs
+        nothing = torch.zeros(0, dtype=torch.float32, device=self.device)
+        found = dict(zip(row_of, channels[0], strict=True))
         outputs = [
-            pad_to_labels([logprobs[r] for r in rows], [batch.lengths[r] for r in rows])
+            pad_to_labels(
+                [found.get(row, nothing) for row in rows],
+                [batch.lengths[row] for row in rows],
+            )
             for rows in batch.micro_batches
         ]
         result = reorder_and_pad_outputs(
@@ -227,10 +255,10 @@ class DTAEngine(FSDPEngine):
             # AReaL reaches the Dropout modules only; attention keeps its rate aside.
             _zero_dropout_rates(self.model)
 
-    def _ready_executor(self) -> TreeExecutor:
-        if self._executor is None:
+    def _ready_runner(self) -> TreeRunner:
+        if self._runner is None:
             raise RuntimeError("the engine is not initialized; call initialize() first")
-        return self._executor
+        return self._runner
 
     def _total_weight(self, loss: MicroBatchLoss) -> float:
         total = torch.tensor(loss.local_weight(), dtype=torch.float64)
@@ -242,31 +270,42 @@ class DTAEngine(FSDPEngine):
             )
         return float(total)
 
+    def _option(self, name: str) -> str:
+        return str(getattr(getattr(self.config, "dta", None), name, "auto"))
+
+    @contextmanager
+    def _forward_reads_only(self, rule: ReadRule) -> Iterator[None]:
+        """Until left, ``forward_batch`` gives what ``rule`` names and 0 elsewhere."""
+        self._forward_rule = rule
+        try:
+            yield
+        finally:
+            self._forward_rule = None
+
     def _positions(
-        self, batch: RankBatch, row_of: list[int], alignment: Alignment | None
+        self, batch: RankBatch, row_of: list[int], rule: ReadRule | None
     ) -> list[NDArray[np.bool_]] | None:
-        options = getattr(self.config, "dta", None)
-        if getattr(options, "positions", "auto") == "all" or alignment is None:
+        if self._option("positions") == "all" or rule is None:
             return None
-        return loss_positions(batch, row_of, alignment)
+        return read_positions(batch, row_of, rule, self.config.is_critic)
 
     def _forward_rows(
-        self, batch: RankBatch, alignment: Alignment | None
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Logprobs and entropies [len - 1] of each row ([0] of an empty one)."""
+        self, batch: RankBatch, rule: ReadRule | None
+    ) -> tuple[list[int], list[list[Tensor]]]:
+        """The non-empty rows; and logprobs and entropies [len - 1], or values [len],
+        of each of them."""
         tree, row_of = _build_tree(batch)
-        executor = self._ready_executor()
-        positions = self._positions(batch, row_of, alignment)
-        with trace_scope("dta_engine.forward"), forward_pass(self.model):
-            outputs = executor.forward(tree, positions)
-        nothing = torch.zeros(0, dtype=torch.float32, device=self.device)
-        logprobs = [nothing] * batch.num_rows
-        entropies = [nothing] * batch.num_rows
-        for row, output in zip(row_of, outputs, strict=True):
-            logprobs[row], entropies[row] = output.logprobs, output.entropy
-        return logprobs, entropies
+        runner = self._ready_runner()
+        positions = self._positions(batch, row_of, rule)
+        with trace_scope("dta_engine.forward"):
+            outputs = runner.forward(tree, positions)
+        if self.config.is_critic:
+            return row_of, [[x.values for x in outputs]]
+        return row_of, [[x.logprobs for x in outputs], [x.entropy for x in outputs]]
 
-    def _record(self, tree: PrefixTree, executor: TreeExecutor, loss: float) -> None:
+    def _record(
+        self, tree: PrefixTree, executor: TreeExecutor, loss: float, scope: str
+    ) -> None:
         stats, schedule = executor.last_stats, executor.last_schedule
         assert stats is not None and schedule is not None
         dense_flops = tree_flops = 0.0
@@ -274,20 +313,19 @@ class DTAEngine(FSDPEngine):
             lengths = map(tree.sequence_length, range(tree.num_sequences))
             dense_flops = self._flop_model.dense(lengths)
             tree_flops = self._flop_model.schedule(schedule)
+            if scope == "batch":  # its first pass
+                reads = schedule.cut.reads
+                tree_flops += self._flop_model.tree(tree, training=False, reads=reads)
+        first_pass_tokens = stats.num_computed_tokens if scope == "batch" else 0
         TrainingWork(
             sequence_tokens=stats.num_sequence_tokens,
             tree_tokens=stats.num_tree_tokens,
-            computed_tokens=stats.num_forward_tokens,
+            computed_tokens=first_pass_tokens + stats.num_forward_tokens,
             num_blocks=stats.num_blocks,
             dense_flops=dense_flops,
             tree_flops=tree_flops,
             loss=loss,
         ).record(self.dp_rank == 0, self.device)
-
-
-def _loss_alignment(loss_fn: LossFn) -> Alignment | None:
-    """How the loss mask names the positions that the loss reads; None: all."""
-    return Alignment.OUTPUT if reads_loss_positions_only(loss_fn) else None
 
 
 def _build_tree(batch: RankBatch) -> tuple[PrefixTree, list[int]]:
@@ -296,13 +334,34 @@ def _build_tree(batch: RankBatch) -> tuple[PrefixTree, list[int]]:
     return PrefixTree.from_sequences(sequences), row_of
 
 
-def _check_architecture(hf_config: Any) -> None:
+def _flop_model(hf_config: Any, of_values: bool) -> FlopModel:
+    model = FlopModel.from_config(hf_config)
+    if of_values:  # one number a position, instead of a vocabulary
+        per_row = 2.0 * hf_config.hidden_size
+        model = dataclasses.replace(model, per_logit_row=per_row)
+    return model
+
+
+def _check_architecture(hf_config: Any, config: TrainEngineConfig) -> None:
     """Refuse a model by its modules, before its weights are loaded."""
+    hf_config = copy.deepcopy(hf_config)
+    auto: Any = AutoModelForCausalLM
+    if config.is_critic:
+        auto, hf_config.num_labels = AutoModelForTokenClassification, 1
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(hf_config), trust_remote_code=True
-        )
+        model = auto.from_config(hf_config, trust_remote_code=True)
     check_model_supported(model, training=False)
+    rates = {
+        f"{name} (p={module.p})"
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Dropout) and module.p
+    }
+    if rates and not config.disable_dropout:
+        raise ValueError(
+            f"{type(model).__name__} has dropout: {', '.join(sorted(rates))}; a tree "
+            "token is computed once for all sequences through it, so they would share "
+            "one mask: set disable_dropout=true, or use backend fsdp:dN"
+        )
 
 
 def _zero_dropout_rates(model: torch.nn.Module) -> None:

@@ -38,7 +38,7 @@ def forward_pass(model: nn.Module) -> Iterator[None]:
         _unshard(model)
         yield
     except Exception:
-        _forget(model)
+        forget(model)
         raise
     finally:
         _reshard(model)
@@ -61,17 +61,26 @@ def training_pass(model: nn.Module, group: dist.ProcessGroup) -> Iterator[None]:
         except Exception:
             _count_failures(group, failed=True)
             raise
-        if num_failed := _count_failures(group, failed=False):
-            raise PeerFailure(
-                f"{num_failed} of {dist.get_world_size(group)} ranks failed during "
-                "training on their trees (this one did not); see their logs"
-            )
+        raise_if_any_failed(group)
         _reduce_gradients(model)
     except Exception:
-        _forget(model)
+        forget(model)
         raise
     finally:
         _reshard(model)
+
+
+def raise_if_any_failed(group: dist.ProcessGroup) -> None:
+    """Told by a rank that has not failed itself. Collective.
+
+    Raises:
+        PeerFailure: another rank has.
+    """
+    if num_failed := _count_failures(group, failed=False):
+        raise PeerFailure(
+            f"{num_failed} of {dist.get_world_size(group)} ranks failed during "
+            "training on their trees (this one did not); see their logs"
+        )
 
 
 def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
@@ -125,12 +134,13 @@ def _reduce_gradients(model: nn.Module) -> None:
     (logits.sum() * 0.0).backward()
 
 
-def _forget(model: nn.Module) -> None:
+def forget(model: nn.Module) -> None:
     """After a failure: drop gradients that were not reduced, and be idle again.
 
     FSDP2 has no public call for this, so its private state is set (torch 2.9, 2.10);
     without it the next pass would add to the gradients of the broken one.
     """
+    forget_order(model)
     for module in _fsdp_modules(model):
         state: Any = module._get_fsdp_state()
         idle = type(state._training_state).IDLE
@@ -141,9 +151,18 @@ def _forget(model: nn.Module) -> None:
         if group is None:
             continue
         group._training_state = idle
-        group._post_forward_indices.clear()
-        group.comm_ctx.post_forward_order.clear()
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
+
+
+def forget_order(model: nn.Module) -> None:
+    """Drop FSDP2's record of forwards, by which it prefetches for their backwards."""
+    for module in _fsdp_modules(model):
+        state: Any = module._get_fsdp_state()
+        group = state._fsdp_param_group
+        # the record is made when the root runs for the first time
+        if group is not None and hasattr(group.comm_ctx, "post_forward_order"):
+            group._post_forward_indices.clear()
+            group.comm_ctx.post_forward_order.clear()

@@ -82,6 +82,21 @@ class LossStatistics:
                         for v in values[start:]
                     ]
 
+    def mark(self) -> dict[str, int]:
+        """Where the record stands, for ``roll_back``."""
+        return self._lengths()
+
+    def roll_back(self, mark: dict[str, int]) -> None:
+        """Forget all calls since, because they will be made again."""
+        tracker = self._tracker
+        with tracker.lock:
+            for key in list(tracker.stats):
+                del tracker.stats[key][mark.get(key, 0) :]
+                if not tracker.stats[key]:  # an empty list would export as 0 / 0
+                    del tracker.stats[key]
+        self._scalars.clear()
+        self.num_calls = 0
+
     def flush(self) -> None:
         """Log one value per micro-batch and scalar, as AReaL would have."""
         tracker = self._tracker

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ from areal_dta.executor.backends import Mask
 from areal_dta.executor.layout import BlockLayout, TreeTensors, lay_out
 from areal_dta.executor.outputs import OutputHead
 from areal_dta.executor.path_cache import PathCache
+from areal_dta.executor.router_load import RouterLoad
+from areal_dta.plan import cut_tree
+from areal_dta.tree import PrefixTree
 
 
 @dataclass(slots=True)
@@ -41,7 +45,9 @@ class BlockRunner:
         tensors: TreeTensors,
         path: PathCache,
         attention_backend: str,
+        router_load: RouterLoad | None = None,
     ) -> None:
+        self._router_load = router_load
         self._model, self._head = model, head
         self._tensors, self._path = tensors, path
         self._attention_backend = attention_backend
@@ -66,7 +72,8 @@ class BlockRunner:
             backend_name=self._attention_backend,
             keep_kv=keep_kv,
         )
-        tokens_S = self._tensors.tokens[self._on_device(layout.token_S)]
+        token_S = self._on_device(layout.token_S)
+        tokens_S = self._tensors.tokens[token_S]
 
         def call(**options: Any) -> Tensor:
             """The model's logits, [1, ...]. May be called again: the last counts."""
@@ -82,7 +89,9 @@ class BlockRunner:
             logits: Tensor = output.logits
             return logits
 
-        outputs = self._head.outputs(call, layout, self._tensors)
+        load = self._router_load
+        with load.block(token_S) if load is not None else nullcontext():
+            outputs = self._head.outputs(call, layout, self._tensors)
         layers = range(len(self._path.layers)) if keep_kv else []
         return BlockOutput(
             layout=layout,
@@ -93,3 +102,21 @@ class BlockRunner:
 
     def _on_device(self, array: Any) -> Tensor:
         return torch.from_numpy(array).to(self._tensors.tokens.device)
+
+
+def idle_outputs(
+    model: PreTrainedModel, head: OutputHead, attention_backend: str
+) -> list[Tensor]:
+    """Run the model on one token that belongs to nothing, through the same head."""
+    tree = PrefixTree.from_sequences([[0, 0]])
+    cut = cut_tree(tree, block_tokens=2)
+    device = next(model.parameters()).device
+    num_layers = model.config.get_text_config().num_hidden_layers
+    runner = BlockRunner(
+        model,
+        head,
+        TreeTensors.of(tree, cut, device),
+        PathCache(num_layers, 0, with_grad=False),
+        attention_backend,
+    )
+    return runner.run(0, cut.fragments[0].segments, keep_kv=False).outputs

@@ -31,6 +31,9 @@ class ExecutorConfig:
     fragments: str = "packed"
     """``packed`` fills blocks; ``node`` runs one tree node a block, to compare with."""
 
+    router_load: bool = False
+    """Count the tokens of each expert of a mixture; see ``expert_load``."""
+
     def __post_init__(self) -> None:
         if self.block_tokens < 1:
             raise ValueError(f"block_tokens={self.block_tokens}; expected at least 1")
@@ -66,6 +69,9 @@ class ExecutionStats:
     num_recomputed_tokens: int
     peak_graph_tokens: int
     peak_kv_tokens: int
+    expert_load: tuple[tuple[int, ...], ...] = ()
+    """With ``router_load``: for each layer with experts the tokens of each expert, a
+    tree token counting once for each sequence through it."""
 
     @classmethod
     def of(cls, tree: PrefixTree, schedule: Schedule) -> ExecutionStats:

@@ -16,7 +16,9 @@ from areal_dta.executor.block import BlockOutput, BlockRunner
 from areal_dta.executor.config import ExecutorConfig
 from areal_dta.executor.layout import TreeTensors
 from areal_dta.executor.outputs import Channel, OutputHead
+from areal_dta.executor.pacing import FreePace, Pace
 from areal_dta.executor.path_cache import PathCache, TrunkCache
+from areal_dta.executor.router_load import RouterLoad
 from areal_dta.plan import Fragment, Schedule, Step
 from areal_dta.tree import PrefixTree
 
@@ -85,6 +87,7 @@ class Traversal:
     Args:
         loss: evaluated at the exit of each fragment on the sequences that end there;
             None injects nothing by itself (see ``inject``).
+        pace: when the model may be called.
     """
 
     def __init__(
@@ -95,20 +98,24 @@ class Traversal:
         tree: PrefixTree,
         schedule: Schedule,
         loss: GroupLoss | None = None,
+        pace: Pace | None = None,
     ) -> None:
         self._tree, self._schedule, self._loss = tree, schedule, loss
+        self._pace: Pace = pace or FreePace()
         cut = schedule.cut
         parameter = next(model.parameters())
         self._device = parameter.device
         num_layers = model.config.get_text_config().num_hidden_layers
         capacity = max((f.path_tokens for f in cut.fragments), default=0)
         self._path = PathCache(num_layers, capacity, with_grad=schedule.training)
+        self.router_load = RouterLoad(model, tree) if config.router_load else None
         self._runner = BlockRunner(
             model,
             head,
             TreeTensors.of(tree, cut, self._device),
             self._path,
             config.attention_backend,
+            self.router_load,
         )
         self._open: list[_OpenFragment] = []
         read_T = {
@@ -226,7 +233,7 @@ class Traversal:
         return trunk_at, self._on_device(np.concatenate(positions))
 
     def _run(self, fragment: Fragment, step: Step, keep_kv: bool) -> BlockOutput:
-        with torch.set_grad_enabled(step.with_grad):
+        with torch.set_grad_enabled(step.with_grad), self._pace.forward():
             block = self._runner.run(fragment.path_tokens, step.computes, keep_kv)
         for channel, output in zip(self.channels, block.outputs, strict=True):
             channel.value_T[self._filed_under(channel, block)] = output.detach()
@@ -257,8 +264,7 @@ class Traversal:
                 roots.append(root)
                 spread = torch.zeros_like(root)
                 grads.append(spread.index_copy_(2, positions, grad.to(root.dtype)))
-        if roots:
-            torch.autograd.backward(roots, grads)
+        self._pace.backward(roots, grads)
 
 
 def as_scalar(loss: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ Invariants, and the tests that hold them (tests/executor):
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,9 +26,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_dta.executor.attention import tree_attention
+from areal_dta.executor.block import idle_outputs
 from areal_dta.executor.config import ExecutionStats, ExecutorConfig
 from areal_dta.executor.model_support import check_model_supported
 from areal_dta.executor.outputs import make_head
+from areal_dta.executor.pacing import FreePace, Pace
 from areal_dta.executor.reference import SequenceOutput, ValueOutput
 from areal_dta.executor.traversal import GroupLoss, Traversal, as_scalar
 from areal_dta.plan import Reads, Schedule, StepKind, build_schedule
@@ -60,6 +63,7 @@ class TreeExecutor:
         self.model = model
         self.config = config or ExecutorConfig()
         self.outputs = outputs
+        self.pace: Pace = FreePace()
         self.last_stats: ExecutionStats | None = None
         self.last_schedule: Schedule | None = None
         check_model_supported(model, training=False)
@@ -129,11 +133,10 @@ class TreeExecutor:
             return self._train(tree, reads, group_loss, None).total_loss
         if scope != "batch":
             raise ValueError(f"scope={scope!r}; expected sequence or batch")
-        if not tree.num_sequences:
-            return self._train(tree, reads, None, None).total_loss
         collected = self._forward(tree, reads)
-        with torch.enable_grad():
-            collected.inject(group_loss, list(range(tree.num_sequences)))
+        if tree.num_sequences:
+            with torch.enable_grad():
+                collected.inject(group_loss, list(range(tree.num_sequences)))
         self._train(tree, reads, None, collected)
         return collected.total_loss
 
@@ -181,14 +184,25 @@ class TreeExecutor:
     def _start(
         self, tree: PrefixTree, schedule: Schedule, loss: GroupLoss | None
     ) -> Traversal:
-        return Traversal(self.model, self._head, self.config, tree, schedule, loss)
+        return Traversal(
+            self.model, self._head, self.config, tree, schedule, loss, self.pace
+        )
 
     def _walk(self, traversal: Traversal, schedule: Schedule) -> None:
-        if schedule.steps:
-            with tree_attention(self.model):
+        if schedule.steps or self.pace.calls_when_empty:
+            with (
+                tree_attention(self.model),
+                self.pace.traversal(schedule, self._idle_call),
+            ):
                 for step in schedule.steps:
                     if step.kind is StepKind.ENTER:
                         traversal.enter(step)
                     else:
                         traversal.exit(step)
         traversal.finish()
+        if traversal.router_load is not None and self.last_stats is not None:
+            load = traversal.router_load.counts
+            self.last_stats = dataclasses.replace(self.last_stats, expert_load=load)
+
+    def _idle_call(self) -> list[Tensor]:
+        return idle_outputs(self.model, self._head, self.config.attention_backend)

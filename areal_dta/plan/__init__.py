@@ -2,18 +2,24 @@
 
 from areal_dta.plan.flops import FlopModel
 from areal_dta.plan.fragments import Fragment, Fragmentation, Segment, cut_tree
+from areal_dta.plan.memory import MemoryModel
 from areal_dta.plan.reads import Reads
+from areal_dta.plan.rounds import Round, merge_rounds, operations
 from areal_dta.plan.schedule import Schedule, Step, StepKind, build_schedule
 
 __all__ = [
     "FlopModel",
     "Fragment",
     "Fragmentation",
+    "MemoryModel",
     "Reads",
+    "Round",
     "Schedule",
     "Segment",
     "Step",
     "StepKind",
     "build_schedule",
     "cut_tree",
+    "merge_rounds",
+    "operations",
 ]

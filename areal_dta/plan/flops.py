@@ -38,13 +38,7 @@ class FlopModel:
         """
 
         def size(name: str, default: int | None = None) -> int:
-            value = getattr(config, name, None) or default
-            if value is None:
-                raise ValueError(
-                    f"{type(config).__name__} has no `{name}`, so its FLOPs cannot be "
-                    "predicted; expected the config of a decoder-only language model"
-                )
-            return int(value)
+            return config_size(config, name, default)
 
         hidden, layers = size("hidden_size"), size("num_hidden_layers")
         heads = size("num_attention_heads")
@@ -126,6 +120,21 @@ class FlopModel:
     def _dense_of(self, tree: PrefixTree, training: bool) -> float:
         lengths = map(tree.sequence_length, range(tree.num_sequences))
         return self.dense(lengths, training)
+
+
+def config_size(config: Any, name: str, default: int | None = None) -> int:
+    """A size of a Hugging Face config.
+
+    Raises:
+        ValueError: neither the config nor ``default`` has it.
+    """
+    value = getattr(config, name, None) or default
+    if value is None:
+        raise ValueError(
+            f"{type(config).__name__} has no `{name}`, so its cost cannot be "
+            "predicted; expected the config of a decoder-only language model"
+        )
+    return int(value)
 
 
 def _pairs(start: int, end: int) -> int:

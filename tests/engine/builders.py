@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 from areal.api import FinetuneSpec, ParallelStrategy
-from areal.api.cli_args import MicroBatchSpec, OptimizerConfig, PPOActorConfig
+from areal.api.cli_args import (
+    MicroBatchSpec,
+    OptimizerConfig,
+    PPOActorConfig,
+    PPOCriticConfig,
+    TrainEngineConfig,
+)
 from tokenizers import Tokenizer, models
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -19,6 +25,7 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3ForTokenClassification,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -41,6 +48,12 @@ def save_tiny_model(path: Path, **overrides: Any) -> Path:
     """A random Qwen3 with grouped-query heads and a tokenizer beside it."""
     config = Qwen3Config(**_SIZES | {"tie_word_embeddings": False} | overrides)
     return _save(Qwen3ForCausalLM, config, path)
+
+
+def save_tiny_critic(path: Path) -> Path:
+    """One number a token; Transformers gives its head a dropout of 0.1."""
+    config = Qwen3Config(**_SIZES | {"num_labels": 1})
+    return _save(Qwen3ForTokenClassification, config, path)
 
 
 def save_tiny_moe(path: Path) -> Path:
@@ -66,8 +79,11 @@ def _save(model_class: Any, config: Any, path: Path) -> Path:
     return path
 
 
-def actor_config(model: Path, **overrides: Any) -> PPOActorConfig:
-    """Decoupled GRPO under SGD, so that updates can be compared, in fp32 on a CPU."""
+def engine_config(config_class: Any, model: Path, **overrides: Any) -> Any:
+    """SGD, so that updates can be compared, in fp32 on a CPU.
+
+    ``dta``: options of the tree engine, on configurations that have no such field.
+    """
     values: dict[str, Any] = {
         "experiment_name": "test",
         "trial_name": "engine",
@@ -75,9 +91,6 @@ def actor_config(model: Path, **overrides: Any) -> PPOActorConfig:
         "backend": "fsdp:d1",
         "dtype": "float32",
         "attn_impl": "sdpa",
-        "ppo_n_minibatches": 1,
-        "use_decoupled_loss": True,
-        "kl_ctl": 0.0,
         "optimizer": OptimizerConfig(
             type="sgd",
             lr=0.1,
@@ -87,8 +100,28 @@ def actor_config(model: Path, **overrides: Any) -> PPOActorConfig:
             gradient_clipping=1e6,
         ),
         "mb_spec": MicroBatchSpec(),
+        **overrides,
     }
-    return PPOActorConfig(**{**values, **overrides})
+    dta = values.pop("dta", None)
+    config = config_class(**values)
+    if dta is not None:
+        config.dta = dta
+    return config
+
+
+def actor_config(model: Path, **overrides: Any) -> PPOActorConfig:
+    """Decoupled GRPO."""
+    values = {"ppo_n_minibatches": 1, "use_decoupled_loss": True, "kl_ctl": 0.0}
+    config: PPOActorConfig = engine_config(PPOActorConfig, model, **values | overrides)
+    return config
+
+
+def value_config(config_class: Any, model: Path, **overrides: Any) -> Any:
+    """Of a critic or a reward model."""
+    values: dict[str, Any] = {"is_critic": True, "disable_dropout": True}
+    if config_class is PPOCriticConfig:
+        values["ppo_n_minibatches"] = 1
+    return engine_config(config_class, model, **values | overrides)
 
 
 def one_sequence_each(num_rows: int) -> MicroBatchSpec:
@@ -96,7 +129,7 @@ def one_sequence_each(num_rows: int) -> MicroBatchSpec:
     return MicroBatchSpec(n_mbs=num_rows)
 
 
-def build_engine(engine_class: type, config: PPOActorConfig) -> Any:
+def build_engine(engine_class: type, config: TrainEngineConfig) -> Any:
     engine = engine_class(copy.deepcopy(config))
     num_ranks = int(os.environ["WORLD_SIZE"])
     engine.create_process_group(ParallelStrategy(data_parallel_size=num_ranks))

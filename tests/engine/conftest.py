@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from areal.utils import stats_tracker
 
-from tests.engine.builders import save_tiny_model
+from tests.engine.builders import save_tiny_critic, save_tiny_model
 
 _RANK_ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
@@ -49,3 +49,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_critic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_critic(tmp_path_factory.mktemp("critic"))

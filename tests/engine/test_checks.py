@@ -4,15 +4,21 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from areal.api.cli_args import FSDPEngineConfig, MicroBatchSpec
+from areal.api.cli_args import FSDPEngineConfig, PPOCriticConfig
 from transformers import Qwen3Config
 
-from areal_dta.engine import DTAPPOActor, check_actor_config, check_model_config
+from areal_dta.engine import (
+    DTAPPOActor,
+    DTAPPOCritic,
+    check_actor_config,
+    check_model_config,
+)
 from areal_dta.engine.checks import effective_config
 from areal_dta.executor import UnsupportedModelError
-from tests.engine.builders import actor_config, save_tiny_model
+from tests.engine.builders import actor_config, save_tiny_model, value_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,13 +42,13 @@ def test_a_plain_configuration_passes_silently():
         ({"backend": "megatron:d1"}, "expected dta:dN"),
         ({"enable_tree_training": True}, "AReaL's own tree attention"),
         ({"_version": "v2"}, "use _version=v1"),
-        ({"use_lora": True}, "LoRA is not tested"),
-        ({"is_critic": True}, "value models are not supported"),
         ({"use_kernels": True}, "kernels"),
         ({"fsdp": FSDPEngineConfig(offload_params=True)}, "offload_params=true"),
         ({"fsdp": FSDPEngineConfig(per_layer_optim_step=True)}, "per_layer_optim"),
-        ({"mb_spec": MicroBatchSpec(granularity=2)}, "granularity=2"),
-        ({"m2_threshold": 0.1}, "M2PO masks across the whole"),
+        (
+            {"m2_threshold": 0.1, "dta": SimpleNamespace(loss_scope="sequence")},
+            "M2PO masks across the whole",
+        ),
         ({"temperature": 0.0}, "temperature=0.0"),
     ],
     ids=lambda x: str(x)[:40] if isinstance(x, dict) else "",
@@ -51,6 +57,21 @@ def test_refusals_name_what_was_got(overrides, message):
     with pytest.raises(ValueError, match="tree engine cannot run") as error:
         check_actor_config(config(**overrides))
     assert message in str(error.value)
+
+
+def test_vision_models_are_refused(tmp_path):
+    from transformers import Qwen2_5_VLConfig
+
+    Qwen2_5_VLConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="vision models .qwen2_5_vl.*backend=fsdp:dN"):
+        DTAPPOActor(actor_config(tmp_path))
+
+
+def test_an_unknown_reshard_mode_is_refused():
+    asked = config()
+    asked.dta = SimpleNamespace(reshard="layer")
+    with pytest.raises(ValueError, match="dta.reshard=layer: expected step .* block"):
+        check_actor_config(asked)
 
 
 def test_fp8_is_refused():
@@ -62,10 +83,14 @@ def test_fp8_is_refused():
 
 def test_all_refusals_come_at_once():
     with pytest.raises(ValueError) as error:
-        check_actor_config(config(use_lora=True, is_critic=True, backend="dta:d1t2"))
+        check_actor_config(
+            config(temperature=0.0, use_kernels=True, backend="dta:d1t2")
+        )
     message = str(error.value)
     assert "\n" not in message
-    assert all(part in message for part in ("(1) backend", "(2) use_lora", "(3) is_cr"))
+    assert all(
+        part in message for part in ("(1) backend", "(2) use_ker", "(3) temperature")
+    )
 
 
 @pytest.mark.parametrize(
@@ -103,11 +128,27 @@ def test_the_engine_refuses_before_it_loads_anything(tmp_path, world):
     model = save_tiny_model(tmp_path, attention_dropout=0.1)
     for weights in model.glob("*.safetensors"):
         weights.unlink()  # an attempt to load them would say so
-    with pytest.raises(ValueError, match="LoRA"):
-        DTAPPOActor(actor_config(model, use_lora=True))
+    with pytest.raises(ValueError, match="use_kernels"):
+        DTAPPOActor(actor_config(model, use_kernels=True))
     with pytest.raises(ValueError, match="dropout"):
         DTAPPOActor(actor_config(model))
     DTAPPOActor(actor_config(model, disable_dropout=True))
+
+
+def test_an_algorithm_gets_the_kind_of_model_that_it_trains(tiny_critic):
+    critic = value_config(PPOCriticConfig, tiny_critic)
+    DTAPPOCritic(critic)
+    with pytest.raises(ValueError, match="dropout .p=0.1.*set disable_dropout=true"):
+        DTAPPOCritic(value_config(PPOCriticConfig, tiny_critic, disable_dropout=False))
+    critic.is_critic = False
+    for refuse in (
+        lambda: DTAPPOCritic(critic),
+        lambda: DTAPPOCritic.as_controller(critic, None),
+    ):
+        with pytest.raises(ValueError, match="trains values; set is_critic=true"):
+            refuse()
+    with pytest.raises(ValueError, match="a language model; set is_critic=false"):
+        DTAPPOActor(actor_config(tiny_critic, is_critic=True))
 
 
 def test_a_model_that_cannot_be_split_is_refused(tmp_path):

@@ -1,4 +1,4 @@
-"""AReaL's own losses are given the positions of their loss mask; others, all."""
+"""AReaL's own losses are given the outputs that they read; others, all."""
 
 import functools
 from types import SimpleNamespace
@@ -9,11 +9,7 @@ import torch
 from areal.trainer.ppo.actor import grpo_loss_fn
 
 from areal_dta.engine.batch import load_batch
-from areal_dta.engine.positions import (
-    Alignment,
-    loss_positions,
-    reads_loss_positions_only,
-)
+from areal_dta.engine.positions import Alignment, ReadRule, read_positions
 from tests.engine.builders import actor_config, gradients, grpo_batch, relative_error
 from tests.engine.two_rank_worker import trajectories, tree_engine
 
@@ -30,14 +26,6 @@ def count_tokens(mb_input):
     return mb_input["loss_mask"].count_nonzero()
 
 
-def test_areal_s_losses_are_known_through_partials():
-    assert reads_loss_positions_only(grpo_loss_fn)
-    once = functools.partial(grpo_loss_fn, eps_clip=0.2)
-    twice = functools.partial(once, c_clip=None)
-    assert reads_loss_positions_only(twice)
-    assert not reads_loss_positions_only(everything)
-
-
 def test_both_alignments_name_the_same_outputs(tiny_model):
     mask = torch.tensor([[0, 0, 1, 1, 0], [0, 1, 1, 0, 0]])
     rows = {
@@ -52,9 +40,19 @@ def test_both_alignments_name_the_same_outputs(tiny_model):
         (by_token, Alignment.TOKEN),
         (by_output, Alignment.OUTPUT),
     ):
-        found = loss_positions(batch, [0, 1], alignment)
+        rule = ReadRule(alignment)
+        found = read_positions(batch, [0, 1], rule, of_values=False)
         assert [m.tolist() for m in found] == expected
-    assert loss_positions(load_batch(rows, spec), [0, 1], Alignment.TOKEN) is None
+        values = read_positions(batch, [0, 1], rule, of_values=True)
+        assert [m.tolist() for m in values] == [[*m, False] for m in expected]
+        rule = ReadRule(alignment, last=True)
+        values = read_positions(batch, [0, 1], rule, of_values=True)
+        assert [m.tolist() for m in values] == [[*m, True] for m in expected]
+    without = load_batch(rows, spec)
+    rule = ReadRule(Alignment.TOKEN)
+    assert read_positions(without, [0, 1], rule, of_values=False) is None
+    last = read_positions(without, [1], ReadRule(None, last=True), of_values=True)
+    assert [m.tolist() for m in last] == [[False, False, True]]
 
 
 @pytest.mark.usefixtures("world")
@@ -107,6 +105,6 @@ def test_positions_all_is_honoured_and_changes_nothing(tiny_model):
 
 def test_masks_have_one_entry_an_output(tiny_model):
     batch = load_batch(grpo_batch(), actor_config(tiny_model).mb_spec)
-    masks = loss_positions(batch, [0, 1], Alignment.OUTPUT)
+    masks = read_positions(batch, [0, 1], ReadRule(Alignment.OUTPUT), of_values=False)
     assert [len(m) for m in masks] == [n - 1 for n in batch.lengths[:2]]
     assert all(m.dtype == np.bool_ for m in masks)

@@ -15,15 +15,25 @@ from tests.engine.builders import (
     one_sequence_each,
     relative_error,
     rows_of,
+    save_tiny_critic,
     save_tiny_model,
     save_tiny_moe,
 )
 from tests.engine.checks import grpo_loss, labelled, loss_tokens, train_once
 from tests.engine.two_rank_worker import (
+    LORA,
     UNEVEN,
     Scenarios,
     actor_options,
     actor_update,
+    critic_engine,
+    critic_update,
+    dpo_update,
+    fused_update,
+    lm_items,
+    lm_update,
+    pair_items,
+    rw_update,
     trajectories,
     tree_engine,
     union,
@@ -41,6 +51,7 @@ def directory(tmp_path_factory):
     path = tmp_path_factory.mktemp("two_ranks")
     save_tiny_model(path / "tiny")
     save_tiny_moe(path / "moe")
+    save_tiny_critic(path / "critic")
     return path
 
 
@@ -107,7 +118,14 @@ def assert_same_statistics(actual, expected, ignore=()):
 
 
 @pytest.mark.parametrize(
-    "scenario", ["uneven_trees", "empty_list_on_rank_1", "empty_rows_on_rank_0"]
+    "scenario",
+    [
+        "uneven_trees",
+        "empty_list_on_rank_1",
+        "empty_rows_on_rank_0",
+        "uneven_trees_by_the_layer",
+        "empty_list_on_rank_1_by_the_layer",
+    ],
 )
 def test_the_union_of_the_rows_decides(ranks, one_rank, scenario):
     for results in ranks:
@@ -116,7 +134,7 @@ def test_the_union_of_the_rows_decides(ranks, one_rank, scenario):
         torch.testing.assert_close(actual["eval"], one_rank["eval"])
         for key in ("stats", "eval_stats"):
             # scalars are means over ranks, as AReaL's are
-            ignore = SCALARS if scenario == "uneven_trees" else ()
+            ignore = SCALARS if scenario.startswith("uneven_trees") else ()
             assert_same_statistics(actual[key], one_rank[key], ignore)
 
 
@@ -157,6 +175,17 @@ def test_a_mixture_reduces_the_same_parameters_on_both_ranks(ranks, directory):
         assert_same_update(results["mixture_with_rank_1_empty"], expected)
 
 
+@pytest.mark.parametrize(
+    "scenario", ["adapters_with_rank_1_empty", "adapters_by_the_layer"]
+)
+def test_adapters_on_two_ranks(ranks, directory, scenario):
+    torch.manual_seed(0)  # adapters are drawn by rank 0 and broadcast
+    expected = train_once(tree_engine(directory / "tiny", **LORA), union())
+    assert all("lora_" in name for name in expected["gradients"])
+    for results in ranks:
+        assert_same_update(results[scenario], expected)
+
+
 def test_parameters_that_one_token_does_not_reach(ranks):
     """Two backwards on rank 0 alone, averaged over both ranks."""
     for results in ranks:
@@ -186,6 +215,14 @@ def test_a_failing_rank_tells_the_other(ranks, one_rank):
     assert errors[1] == "ArithmeticError: no loss today"
     for results in ranks:  # and both go on as if nothing had been
         assert_same_update(results["rank_1_fails_in_its_loss"], one_rank)
+
+
+def test_a_rank_out_of_memory_runs_again_alone(ranks, one_rank):
+    actual = [results["rank_1_runs_out_of_memory"] for results in ranks]
+    assert [results["retain_tokens"] for results in actual] == [6, 0]
+    for results in actual:
+        assert_same_update(results, one_rank)
+        assert_same_statistics(results["stats"], one_rank["stats"], SCALARS)
 
 
 def test_bad_rows_on_one_rank(ranks, one_rank):
@@ -218,6 +255,47 @@ def test_a_whole_actor_step(ranks, directory, scenario, num_minibatches):
             *(f"ppo_actor/update/{name}" for name in SCALARS),
         )
         assert_same_statistics(actual["stats"], expected["stats"], ignore)
+
+
+@pytest.fixture(scope="module")
+def algorithms_alone(directory):
+    """Each algorithm's update on all items, on one rank."""
+    tiny, critic = directory / "tiny", directory / "critic"
+    return {
+        "critic": critic_update(critic_engine(critic), trajectories()),
+        "lm": lm_update(tiny, lm_items()),
+        "dpo": dpo_update(tiny, pair_items()),
+        "rw": rw_update(critic, pair_items(False)),
+        "fused": fused_update(tiny, trajectories()),
+    }
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        "critic_with_uneven_items",
+        "critic_with_rank_1_empty",
+        "lm_with_uneven_items",
+        "lm_with_rank_0_empty",
+        "dpo_with_uneven_items",
+        "dpo_with_rank_1_empty",
+        "rw_with_uneven_items",
+        "rw_with_rank_1_empty",
+        "fused_with_rank_1_empty",
+    ],
+)
+def test_every_algorithm_on_two_ranks(ranks, algorithms_alone, scenario):
+    expected = algorithms_alone[scenario.partition("_")[0]]
+    for results in ranks:
+        actual = results[scenario]
+        assert relative_error(actual["parameters"], expected["parameters"]) <= FP32
+        keys = "ppo_actor/no_eos_ratios", "ppo_actor/n_tokens"
+        ignore = keys if "empty" in scenario else (*keys, "sft/n_tokens")
+        assert_same_statistics(actual["stats"], expected["stats"], ignore)
+    if scenario.startswith("critic"):
+        values = [v for results in ranks for v in results[scenario]["values"]]
+        for actual, value in zip(values, expected["values"], strict=True):
+            torch.testing.assert_close(actual, value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("weight_format", ["hf", "dcp"])

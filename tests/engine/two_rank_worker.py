@@ -2,8 +2,8 @@
 
     python -m tests.engine.two_rank_worker RANK DIRECTORY
 
-DIRECTORY holds the models `tiny` and `moe`. Importing AReaL takes seconds, so all
-scenarios share one pair of processes.
+DIRECTORY holds the models `tiny`, `moe` and `critic`. Importing AReaL takes seconds, so
+all scenarios share one pair of processes.
 """
 
 from __future__ import annotations
@@ -20,27 +20,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from areal.api import SaveLoadMeta
-from areal.api.cli_args import NormConfig
+from areal.api.cli_args import (
+    DPOEngineConfig,
+    NormConfig,
+    PPOCriticConfig,
+    TrainEngineConfig,
+)
 from areal.engine.fsdp_engine import FSDPPPOActor
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from areal_dta.config import DTAOptions, DTAPPOActorConfig
-from areal_dta.engine import DTAPPOActor
+from areal_dta.engine import (
+    DTADPOEngine,
+    DTALMEngine,
+    DTAPPOActor,
+    DTAPPOCritic,
+    DTARWEngine,
+)
 from areal_dta.engine.session import PeerFailure, training_pass
+from areal_dta.executor.block import BlockRunner
 from tests.engine.builders import (
     actor_config,
     build_engine,
+    engine_config,
     full,
     grpo_batch,
     one_sequence_each,
     parameters,
     rows_of,
+    value_config,
 )
 from tests.engine.checks import grpo_loss, loss_tokens, train_once
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 NUM_ROWS = 9
+LORA: dict[str, Any] = {
+    "use_lora": True,
+    "lora_rank": 4,
+    "lora_alpha": 8,
+    "target_modules": ["all-linear"],
+}
 UNEVEN = ([0, 1, 2, 3, 4, 5, 6], [7, 8])
 EVEN = ([0, 2, 4, 6], [1, 3, 5, 7])
 
@@ -64,10 +84,38 @@ def trajectories() -> list[dict]:
     return items
 
 
+def lm_items() -> list[dict]:
+    """Of the union, one row an item, as a data set of conversations gives them."""
+    return _single_rows(("input_ids", "attention_mask", "loss_mask"))
+
+
+def pair_items(with_loss_mask: bool = True) -> list[dict]:
+    """Pairs: each row of the union and the next of its prompt, chosen first."""
+    keys = ["input_ids", "attention_mask"] + ["loss_mask"] * with_loss_mask
+    rows = _single_rows(tuple(keys))
+    return [rows[i] for i in (0, 1, 2, 0, 3, 4, 7, 6)]
+
+
+def _single_rows(keys: tuple[str, ...]) -> list[dict]:
+    items = []
+    for item in trajectories():
+        for row in range(len(item["input_ids"])):
+            length = int(item["attention_mask"][row].sum())
+            items.append({k: item[k][[row], :length].clone() for k in keys})
+    return items
+
+
 def tree_engine(model: Path, **overrides: Any) -> Any:
     config = actor_config(model, **overrides)
     dta = DTAOptions(block_tokens=4, retain_tokens=6)
     return build_engine(DTAPPOActor, DTAPPOActorConfig(**vars(config), dta=dta))
+
+
+def layerwise_engine(model: Path, **overrides: Any) -> Any:
+    """Parameters resharded around every layer, ranks in step."""
+    config: Any = actor_config(model, **overrides)
+    config.dta = SimpleNamespace(block_tokens=4, retain_tokens=6, reshard="block")
+    return build_engine(DTAPPOActor, config)
 
 
 def actor_options(num_minibatches: int) -> dict[str, Any]:
@@ -93,6 +141,61 @@ def actor_update(engine: Any, items: list[dict]) -> dict:
         "parameters": parameters(engine),
         "stats": engine.export_stats(),
     }
+
+
+SMALL_BLOCKS = SimpleNamespace(block_tokens=4, retain_tokens=6)
+
+
+def critic_engine(model: Path) -> Any:
+    config = value_config(PPOCriticConfig, model, dta=SMALL_BLOCKS)
+    return build_engine(DTAPPOCritic, config)
+
+
+def critic_update(engine: Any, items: list[dict]) -> dict:
+    values = engine.compute_values(items)
+    for item, of_item in zip(items, values, strict=True):
+        item["values"] = of_item
+        item["loss_mask"] = item["loss_mask"].roll(-1, -1)
+        item["returns"] = of_item + torch.sin(torch.arange(of_item.shape[1]))
+    engine.ppo_update(items)
+    return _after(engine) | {"values": list(values)}
+
+
+def lm_update(model: Path, items: list[dict]) -> dict:
+    config = engine_config(TrainEngineConfig, model, dta=SMALL_BLOCKS)
+    engine = build_engine(DTALMEngine, config)
+    engine.evaluate_lm(copy.deepcopy(items))
+    engine.train_lm(items)
+    return _after(engine)
+
+
+def dpo_update(model: Path, items: list[dict]) -> dict:
+    config = engine_config(DPOEngineConfig, model, dta=SMALL_BLOCKS, beta=0.5)
+    engine = build_engine(DTADPOEngine, config)
+    for item, logp in zip(items, engine.compute_logp(items), strict=True):
+        item["ref_logprobs"] = 0.9 * logp
+    engine.evaluate_dpo(copy.deepcopy(items))
+    engine.train_dpo(items)
+    return _after(engine)
+
+
+def rw_update(model: Path, items: list[dict]) -> dict:
+    config = value_config(TrainEngineConfig, model, dta=SMALL_BLOCKS)
+    engine = build_engine(DTARWEngine, config)
+    engine.evaluate_rw(copy.deepcopy(items))
+    engine.train_rw(items)
+    return _after(engine)
+
+
+def _after(engine: Any) -> dict:
+    return {"parameters": parameters(engine), "stats": engine.export_stats()}
+
+
+def fused_update(model: Path, items: list[dict]) -> dict:
+    """M2PO without a pass for the proximal logprobs."""
+    engine = tree_engine(model, **actor_options(1), m2_threshold=0.05)
+    engine.ppo_update(engine.compute_advantages(items))
+    return _after(engine)
 
 
 class ExpertModel(nn.Module):
@@ -157,6 +260,42 @@ class Scenarios:
         error = _error_of(lambda: engine.train_batch(mine, loss_fn, loss_tokens))
         return {"error": error, **train_once(engine, mine)}
 
+    def rank_1_runs_out_of_memory(self) -> dict:
+        """Once, in a block: it alone begins its step again."""
+        engine, mine = tree_engine(self.model), rows_of(union(), UNEVEN[self.rank])
+        run, calls = BlockRunner.run, []
+
+        def failing_run(*args: Any, **kwargs: Any) -> Any:
+            calls.append(args)
+            if self.rank and len(calls) == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return run(*args, **kwargs)
+
+        BlockRunner.run = failing_run  # type: ignore[method-assign]
+        try:
+            results = train_once(engine, mine)
+        finally:
+            BlockRunner.run = run  # type: ignore[method-assign]
+        return {**results, "retain_tokens": engine._executor.config.retain_tokens}
+
+    def uneven_trees_by_the_layer(self) -> dict:
+        mine = rows_of(union(), UNEVEN[self.rank])
+        return self._train_eval_forward(layerwise_engine(self.model), mine)
+
+    def empty_list_on_rank_1_by_the_layer(self) -> dict:
+        mine = union() if self.rank == 0 else []
+        return self._train_eval_forward(layerwise_engine(self.model), mine)
+
+    def adapters_with_rank_1_empty(self) -> dict:
+        mine = union() if self.rank == 0 else []
+        torch.manual_seed(0)
+        return train_once(tree_engine(self.model, **LORA), mine)
+
+    def adapters_by_the_layer(self) -> dict:
+        mine = rows_of(union(), UNEVEN[self.rank])
+        torch.manual_seed(0)
+        return train_once(layerwise_engine(self.model, **LORA), mine)
+
     def rank_1_has_bad_rows(self) -> dict:
         engine, mine = tree_engine(self.model), rows_of(union(), UNEVEN[self.rank])
         bad = copy.deepcopy(mine)
@@ -173,6 +312,41 @@ class Scenarios:
         items = trajectories()
         mine = items[:2] if self.rank == 0 else items[2:]
         return actor_update(tree_engine(self.model, **actor_options(1)), mine)
+
+    def critic_with_uneven_items(self) -> dict:
+        items = trajectories()
+        mine = items[:2] if self.rank == 0 else items[2:]
+        return critic_update(critic_engine(self.directory / "critic"), mine)
+
+    def critic_with_rank_1_empty(self) -> dict:
+        mine = trajectories() if self.rank == 0 else []
+        return critic_update(critic_engine(self.directory / "critic"), mine)
+
+    def lm_with_uneven_items(self) -> dict:
+        items = lm_items()
+        return lm_update(self.model, items[:2] if self.rank == 0 else items[2:])
+
+    def lm_with_rank_0_empty(self) -> dict:
+        return lm_update(self.model, lm_items() if self.rank == 1 else [])
+
+    def dpo_with_uneven_items(self) -> dict:
+        items = pair_items()
+        return dpo_update(self.model, items[:2] if self.rank == 0 else items[2:])
+
+    def dpo_with_rank_1_empty(self) -> dict:
+        return dpo_update(self.model, pair_items() if self.rank == 0 else [])
+
+    def rw_with_uneven_items(self) -> dict:
+        items = pair_items(False)
+        mine = items[:2] if self.rank == 0 else items[2:]
+        return rw_update(self.directory / "critic", mine)
+
+    def rw_with_rank_1_empty(self) -> dict:
+        mine = pair_items(False) if self.rank == 0 else []
+        return rw_update(self.directory / "critic", mine)
+
+    def fused_with_rank_1_empty(self) -> dict:
+        return fused_update(self.model, trajectories() if self.rank == 0 else [])
 
     def experts_that_one_token_does_not_reach(self) -> dict:
         torch.manual_seed(0)
