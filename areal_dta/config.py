@@ -24,6 +24,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from areal_dta.compose import Composed, ConfigError, did_you_mean, one_line
+from areal_dta.engine.options import DTAOptions
+from areal_dta.engine.prox_logp import fuses_prox_logp
 from areal_dta.rollout.local import LocalServerConfig
 
 TRAIN_BACKENDS: Final = {
@@ -37,30 +39,6 @@ ROLLOUT_BACKENDS: Final = {"local": "sglang", "sglang": "sglang", "vllm": "vllm"
 
 
 @dataclass
-class DTAOptions:
-    """Options of the prefix-tree engine (``actor.dta``)."""
-
-    block_tokens: int = field(
-        default=512, metadata={"help": "Most tokens of one call of the model."}
-    )
-    retain_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "Most tokens whose graph is kept instead of recomputed; "
-            "null keeps all (fastest), 0 keeps none (least memory)."
-        },
-    )
-
-    def __post_init__(self) -> None:
-        if self.block_tokens < 1:
-            raise ValueError(f"dta.block_tokens={self.block_tokens}; expected >= 1")
-        if self.retain_tokens is not None and self.retain_tokens < 0:
-            raise ValueError(
-                f"dta.retain_tokens={self.retain_tokens}; expected null or >= 0"
-            )
-
-
-@dataclass
 class DTAPPOActorConfig(PPOActorConfig):
     """AReaL's actor configuration with the tree engine's options."""
 
@@ -69,6 +47,12 @@ class DTAPPOActorConfig(PPOActorConfig):
         default="",
         metadata={"help": "Set by the trainer: the engine that `backend` selected."},
     )
+
+    def should_compute_prox_logp(self) -> bool:
+        """Whether the trainer runs a forward pass for the proximal logprobs."""
+        if self.engine == "dta" and fuses_prox_logp(self):
+            return False
+        return bool(super().should_compute_prox_logp())
 
 
 @dataclass

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,7 +16,13 @@ from typing import Any
 
 from areal.api.cli_args import PPOActorConfig
 
-from areal_dta.compose import Composed, ConfigError, did_you_mean, one_line
+from areal_dta.compose import (
+    Composed,
+    ConfigError,
+    did_you_mean,
+    one_line,
+    usable_cpus,
+)
 from areal_dta.config import (
     TRAIN_BACKENDS,
     Backend,
@@ -43,6 +50,7 @@ def check_config(config: DTAGRPOConfig, composed: Composed) -> list[str]:
     check_names(config)
     actor, rollout = actor_backend(config), rollout_backend(config)
     check_hardware(config, composed, actor, rollout)
+    check_ray(config, actor, rollout)
     check_rollout(config, rollout)
     check_local_server(config, rollout)
     check_batch(config, actor)
@@ -64,6 +72,12 @@ def check_names(config: DTAGRPOConfig) -> None:
                 f"{key}={name!r} names a directory; expected letters, digits, "
                 "'.', '_' and '-'"
             )
+    fileroot = config.cluster.fileroot
+    if config.scheduler.type == "local" and shlex.quote(fileroot) != fileroot:
+        raise ConfigError(
+            f"cluster.fileroot={fileroot!r}: AReaL passes it to a shell unquoted; "
+            "use one without spaces and special characters"
+        )
     if config.scheduler.type not in SCHEDULERS:
         hint = did_you_mean(str(config.scheduler.type), SCHEDULERS)
         raise ConfigError(
@@ -101,6 +115,22 @@ def check_hardware(
         raise ConfigError(
             f"rollout.backend={config.rollout.backend} needs a GPU; "
             "use rollout.backend=local:d1, or hardware=gpu"
+        )
+
+
+def check_ray(config: DTAGRPOConfig, actor: Backend, rollout: Backend) -> None:
+    """Ray waits for ever, and says nothing, for CPUs that the machine lacks."""
+    if config.scheduler.type != "ray" or "RAY_ADDRESS" in os.environ:
+        return
+    wanted = (
+        actor.num_ranks * config.actor.scheduling_spec[0].cpu
+        + rollout.num_ranks * config.rollout.scheduling_spec[0].cpu
+    )
+    if wanted > (present := usable_cpus()):
+        raise ConfigError(
+            f"scheduler.type=ray would wait for {wanted} CPUs, this machine has "
+            f"{present}; `ray start --head --num-cpus={wanted}` and "
+            "set RAY_ADDRESS=auto, or use scheduler=local"
         )
 
 

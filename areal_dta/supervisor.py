@@ -107,6 +107,7 @@ class Supervisor:
                 _signal(process, signal.SIGKILL)
             self.exit_code()
             time.sleep(0.05)
+        self._wait_for_adopted()
         kill_marked(self.marker)  # where orphans are not adopted (not Linux)
         if self._reaper.stdin is not None:
             self._reaper.stdin.close()
@@ -130,15 +131,26 @@ class Supervisor:
                 continue
         return found
 
+    def _adopted(self) -> list[psutil.Process]:
+        own = (self.process.pid, self._reaper.pid)
+        return [c for c in psutil.Process().children() if c.pid not in own]
+
     def _reap_adopted(self) -> None:
         """Collect adopted children that have ended, so that no zombies pile up."""
-        own = (self.process.pid, self._reaper.pid)
-        for child in psutil.Process().children():
+        for child in self._adopted():
             try:
-                if child.pid not in own and child.status() == psutil.STATUS_ZOMBIE:
+                if child.status() == psutil.STATUS_ZOMBIE:
                     os.waitpid(child.pid, os.WNOHANG)
             except (psutil.NoSuchProcess, ChildProcessError):
                 continue
+
+    def _wait_for_adopted(self, timeout_seconds: float = 2.0) -> None:
+        """Collect the last zombies: each is adopted only when its parent is gone."""
+        deadline = time.monotonic() + timeout_seconds
+        self.process.poll()
+        while self._adopted() and time.monotonic() < deadline:
+            self._reap_adopted()
+            time.sleep(0.02)
 
 
 def _signal(process: psutil.Process, number: int) -> None:

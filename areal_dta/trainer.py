@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from areal.infra import RolloutController
 from areal.trainer.rl_trainer import PPOTrainer
-from areal.utils import logging, perf_tracer, stats_tracker
+from areal.utils import logging, name_resolve, names, perf_tracer, stats_tracker
 from areal.utils.environ import is_single_controller
 from areal.utils.saver import Saver
 
@@ -77,6 +77,7 @@ class DTATrainer(PPOTrainer):
         if config.launch.loopback and config.scheduler.type == "local":
             self._undo_loopback = use_loopback()
             _listen_on_loopback(config)
+        _start_name_service(config)
         try:
             super().__init__(config, train_dataset, valid_dataset)
         except BaseException:  # Ctrl-C as well: workers keep the process alive
@@ -115,8 +116,6 @@ class DTATrainer(PPOTrainer):
     def _init_scheduler(self) -> Scheduler:
         if self.config.scheduler.type != "local":
             return super()._init_scheduler()
-        # AReaL's directories have to exist before its scheduler looks at them.
-        os.makedirs(self.config.cluster.name_resolve.nfs_record_root, exist_ok=True)
         return BoundedLocalScheduler(
             exp_config=self.config,
             startup_timeout=self.config.launch.worker_timeout_seconds,
@@ -234,7 +233,8 @@ class DTATrainer(PPOTrainer):
         if isinstance(self.scheduler, BoundedLocalScheduler):
             for name, process in self.scheduler.worker_processes().items():
                 probes[f"worker {name}"] = process_probe(process)
-        return probes
+        # Not every scheduler's workers listen on the port that they are given.
+        return {name: probe for name, probe in probes.items() if not probe()}
 
 
 @contextmanager
@@ -253,6 +253,14 @@ def _captured_commits(stats_logger: Any) -> Iterator[dict[str, float]]:
         yield committed
     finally:
         stats_logger.commit = commit
+
+
+def _start_name_service(config: DTAGRPOConfig) -> None:
+    """Set up AReaL's name service, empty; not all of its schedulers do."""
+    os.makedirs(config.cluster.name_resolve.nfs_record_root, exist_ok=True)
+    name_resolve.reconfigure(config.cluster.name_resolve)
+    trial = names.trial_root(config.experiment_name, config.trial_name)
+    name_resolve.clear_subtree(trial)
 
 
 def _sees_packed_neighbours(actor_config: DTAPPOActorConfig) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal_dta.plan import Schedule
+from areal_dta.plan import DEFAULT_BLOCK_TOKENS, Schedule
 from areal_dta.tree import PrefixTree
 
 
@@ -16,7 +16,7 @@ class ExecutorConfig:
         ValueError: a value is out of range.
     """
 
-    block_tokens: int = 512
+    block_tokens: int = DEFAULT_BLOCK_TOKENS
     """Most tokens of one model call."""
     retain_tokens: int | None = None
     """Most tokens whose autograd graph may wait for the backward: 0 keeps none and

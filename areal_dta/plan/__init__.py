@@ -5,9 +5,16 @@ from areal_dta.plan.fragments import Fragment, Fragmentation, Segment, cut_tree
 from areal_dta.plan.memory import MemoryModel
 from areal_dta.plan.reads import Reads
 from areal_dta.plan.rounds import Round, merge_rounds, operations
-from areal_dta.plan.schedule import Schedule, Step, StepKind, build_schedule
+from areal_dta.plan.schedule import (
+    DEFAULT_BLOCK_TOKENS,
+    Schedule,
+    Step,
+    StepKind,
+    build_schedule,
+)
 
 __all__ = [
+    "DEFAULT_BLOCK_TOKENS",
     "FlopModel",
     "Fragment",
     "Fragmentation",

@@ -24,6 +24,9 @@ from areal_dta.plan.fragments import Fragmentation, cut_nodes, cut_tree
 from areal_dta.plan.reads import Reads
 from areal_dta.tree import PrefixTree
 
+DEFAULT_BLOCK_TOKENS = 512
+"""Larger blocks are slower on a CPU, see docs/log.md."""
+
 
 class StepKind(Enum):
     ENTER = "enter"
@@ -75,7 +78,7 @@ class Schedule:
 
 def build_schedule(
     tree: PrefixTree,
-    block_tokens: int = 512,
+    block_tokens: int = DEFAULT_BLOCK_TOKENS,
     retain_tokens: int | None = None,
     training: bool = True,
     reads: Reads | None = None,

@@ -1,8 +1,8 @@
 """What a training batch looks like as a prefix tree, seen from the controller.
 
 Computed for every engine alike, so that a dense run shows what the tree engine would
-share. Cost: the batch's token ids travel once to the controller (two small tensors a
-prompt), and the tree is built in milliseconds.
+share. Cost: the batch's token ids and masks travel once to the controller, and the tree
+is built in milliseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from areal.infra.rpc.rtensor import RTensor
 from numpy.typing import NDArray
 
-from areal_dta.plan import FlopModel, build_schedule
+from areal_dta.plan import FlopModel, Reads, build_schedule
 from areal_dta.tree import PrefixTree
 
 
@@ -29,7 +29,8 @@ class BatchShape:
     tree_tokens: int
     sharing_ratio: float
     predicted_saving: float | None
-    """1 - FLOPs of the tree's schedule / FLOPs of dense training; None if unknown."""
+    """1 - FLOPs of the tree's schedule, for what the loss reads, / FLOPs of dense
+    training, which projects every position; None if unknown."""
     reward: float | None
     """Mean over the sequences."""
 
@@ -42,25 +43,40 @@ class BatchMeter:
         flop_model: FlopModel | None,
         block_tokens: int,
         retain_tokens: int | None,
+        loss_positions_only: bool = True,
     ) -> None:
+        self._loss_positions_only = loss_positions_only
         self._flop_model = flop_model
         self._block_tokens = block_tokens
         self._retain_tokens = retain_tokens
 
     def measure(self, batch: Sequence[dict[str, Any]]) -> BatchShape:
         """Measure a batch as AReaL's controller holds it: one dict a prompt."""
-        items = _fetch(batch, ("input_ids", "attention_mask", "rewards"))
-        sequences = [s for item in items for s in _rows(item)]
+        items = _fetch(batch, ("input_ids", "attention_mask", "loss_mask", "rewards"))
+        sequences = [s for item in items for s in _rows(item, "input_ids")]
         rewards = [float(r) for item in items for r in item["rewards"].flatten()]
-        return self.measure_sequences(sequences, rewards)
+        positions = None
+        if self._loss_positions_only and all("loss_mask" in item for item in items):
+            # token-aligned: the loss reads the output before a token that is learned
+            masks = [s for item in items for s in _rows(item, "loss_mask")]
+            positions = [mask[1:] != 0 for mask in masks]
+        return self.measure_sequences(sequences, rewards, positions)
 
     def measure_sequences(
-        self, sequences: Sequence[NDArray[np.integer]], rewards: Sequence[float] = ()
+        self,
+        sequences: Sequence[NDArray[np.integer]],
+        rewards: Sequence[float] = (),
+        positions: Sequence[NDArray[np.bool_]] | None = None,
     ) -> BatchShape:
         tree = PrefixTree.from_sequences(sequences)
         saving = None
         if self._flop_model is not None:
-            schedule = build_schedule(tree, self._block_tokens, self._retain_tokens)
+            schedule = build_schedule(
+                tree,
+                self._block_tokens,
+                self._retain_tokens,
+                reads=None if positions is None else Reads.at(tree, positions),
+            )
             saving = 1.0 - 1.0 / self._flop_model.saving(tree, schedule)
         return BatchShape(
             num_sequences=tree.num_sequences,
@@ -88,9 +104,10 @@ def _fetch(
     return list(RTensor.localize(remote))
 
 
-def _rows(item: dict[str, torch.Tensor]) -> list[NDArray[np.int64]]:
-    ids, mask = item["input_ids"], item["attention_mask"].bool()
+def _rows(item: dict[str, torch.Tensor], key: str) -> list[NDArray[np.int64]]:
+    values, mask = item[key], item["attention_mask"].bool()
     rows = [
-        row[kept].numpy().astype(np.int64) for row, kept in zip(ids, mask, strict=True)
+        row[kept].numpy().astype(np.int64)
+        for row, kept in zip(values, mask, strict=True)
     ]
     return [row for row in rows if len(row)]

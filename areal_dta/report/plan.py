@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from areal_dta.config import DTAGRPOConfig, actor_backend, rollout_backend
-from areal_dta.plan import FlopModel
+from areal_dta.plan import DEFAULT_BLOCK_TOKENS, FlopModel
 from areal_dta.report.batch import BatchMeter
 
 if TYPE_CHECKING:
@@ -52,8 +52,14 @@ def flop_model(model_path: str) -> FlopModel | None:
 
 def batch_meter(config: DTAGRPOConfig) -> BatchMeter:
     options = config.actor.dta
+    # With auto the engine fits them to its memory: blocks of the default size, and all
+    # graphs kept, are what it chooses where there is enough.
+    block, retain = options.block_tokens, options.retain_tokens
     return BatchMeter(
-        flop_model(config.actor.path), options.block_tokens, options.retain_tokens
+        flop_model(config.actor.path),
+        block if isinstance(block, int) else DEFAULT_BLOCK_TOKENS,
+        retain if isinstance(retain, int) else None,
+        loss_positions_only=options.positions == "auto",
     )
 
 
@@ -128,12 +134,17 @@ def _training(config: DTAGRPOConfig) -> str:
     text = f"{_ENGINES[backend.engine]} on {_processes(backend.num_ranks)}"
     if backend.engine == "dta":
         options = config.actor.dta
-        kept = (
-            "all graphs kept"
-            if options.retain_tokens is None
-            else f"graphs of {options.retain_tokens} tokens kept"
+        kept = f"graphs of {options.retain_tokens} tokens kept"
+        if options.retain_tokens is None:
+            kept = "all graphs kept"
+        elif options.retain_tokens == "auto":
+            kept = "graphs kept as memory allows"
+        size = (
+            "as large as memory allows"
+            if options.block_tokens == "auto"
+            else f"of {options.block_tokens} tokens"
         )
-        text += f", blocks of {options.block_tokens} tokens, {kept}"
+        text += f", blocks {size}, {kept}"
     return text
 
 

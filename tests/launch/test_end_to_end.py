@@ -79,6 +79,15 @@ def test_two_rollout_servers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(480)
+def test_ray(tmp_path: Path) -> None:
+    with RunningLaunch(tmp_path, "scheduler=ray", "total_train_steps=3") as run:
+        assert run.wait(timeout_seconds=400) == 0, run.text()
+        assert run.processes() == []
+    assert len(run.metrics()) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(480)
 def test_real_gsm8k(tmp_path: Path) -> None:
     if not GSM8K.is_file():
         pytest.skip(f"{GSM8K.resolve()} is not there")

@@ -57,6 +57,7 @@ def test_the_main_job_passes(no_gpu: None, backend: str) -> None:
         (["total_train_steps=0"], "total_train_steps=0; expected >= 1"),
         (["actor.enable_tree_training=true"], "enable_tree_training"),
         (["trial_name=a/b"], "trial_name='a/b' names a directory"),
+        (["cluster.fileroot='/tmp/my runs'"], "without spaces"),
         (["scheduler.type=slrum"], "did you mean 'slurm'"),
         (
             ["actor.backend=fsdp:d1", "actor.attn_impl=flash_attention_2"],
@@ -80,6 +81,17 @@ def test_what_cannot_work(no_gpu: None, overrides: list[str], message: str) -> N
     with pytest.raises(ConfigError, match=message) as error:
         check(*overrides)
     assert "\n" not in str(error.value)
+
+
+def test_ray_with_too_few_cpus(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "usable_cpus", lambda: 2)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    cpus = ["actor.scheduling_spec.0.cpu=1", "rollout.scheduling_spec.0.cpu=1"]
+    assert check("scheduler=ray", *cpus) == []
+    with pytest.raises(ConfigError, match="would wait for 3 CPUs, this machine has 2"):
+        check("scheduler=ray", "actor.backend=dta:d2", *cpus)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert check("scheduler=ray", "actor.backend=dta:d2", *cpus) == []
 
 
 def test_switched_off_settings_are_told(no_gpu: None) -> None:
