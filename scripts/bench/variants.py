@@ -1,0 +1,300 @@
+"""The ways to take one gradient that are compared, behind one protocol.
+
+Each stands for systems in use, and each delivers what AReaL's actors need: logprobs
+that carry gradients, and entropies as plain values.
+
+  dense       one sequence at a time
+  dense_ckpt  the same with Hugging Face's activation checkpointing
+  leaf        sequences that are a prefix of another are read off that one
+  packed      a whole tree in one call, with a mask (tree attention trainers)
+  dfs         one tree node a call, depth first, recomputing (arXiv 2602.00482)
+  dta         this package: fragments, loss positions only
+"""
+
+# S = positions, V = vocabulary, E = edges (a position and a token that may follow it)
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from areal_dta.executor import ExecutorConfig, TreeExecutor
+from areal_dta.plan import FlopModel, Reads
+from bench.work import Work
+
+_ENTROPY_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RunCounts:
+    num_blocks: int
+    """Calls of the model."""
+    num_tokens: int
+    """Tokens run forward, recomputed ones counted again."""
+
+
+class Variant(Protocol):
+    name: str
+
+    def run(self, work: Work) -> RunCounts:
+        """Loss and gradients of all of ``work``, into the model's ``.grad``."""
+        ...
+
+    def sample(self, work: Work, num_sequences: int) -> Work:
+        """Work to measure in place of ``work``; itself where that cannot be cut."""
+        ...
+
+    def least_flops(self, work: Work) -> float:
+        """FLOPs of computing once all that this variant computes."""
+        ...
+
+
+class PerSequence:
+    """Whole sequences, one call each."""
+
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        *,
+        checkpointing: bool = False,
+        merge_prefixes: bool = False,
+    ) -> None:
+        self.name, self._model = name, model
+        self._checkpointing, self._merge_prefixes = checkpointing, merge_prefixes
+        self._flops = FlopModel.from_config(model.config)
+
+    def run(self, work: Work) -> RunCounts:
+        groups = self._groups(work)
+        with _checkpointing(self._model) if self._checkpointing else nullcontext():
+            for group in groups:
+                self._train(work, group)
+        num_tokens = sum(len(work.tokens[group[0]]) for group in groups)
+        return RunCounts(len(groups), num_tokens * (1 + self._checkpointing))
+
+    def _train(self, work: Work, group: list[int]) -> None:
+        tokens = work.tokens[group[0]]
+        logits = self._model(input_ids=tokens[None], use_cache=False).logits[0]
+        rows = torch.arange(len(tokens) - 1, device=tokens.device)
+        logprobs, entropy = _outputs(logits, rows, tokens[1:])
+        del logits
+        losses = []
+        for i in group:
+            n = len(work.tokens[i]) - 1
+            losses.append(work.loss(i, logprobs[:n], entropy[:n]))
+        torch.stack(losses).sum().backward()
+
+    def _groups(self, work: Work) -> list[list[int]]:
+        """Sequences computed together: the longest first, then its prefixes."""
+        if not self._merge_prefixes:
+            return [[i] for i in range(work.num_sequences)]
+        nodes = work.tree.nodes
+        waiting: list[int] = []  # they end above the leaf that comes next
+        groups = []
+        for node in nodes:
+            waiting[:0] = node.sequences
+            if not node.children:
+                groups.append(waiting)
+                waiting = []
+        return groups
+
+    def sample(self, work: Work, num_sequences: int) -> Work:
+        """Of ``num_sequences`` lengths from the longest to the shortest."""
+        groups = self._groups(work)
+        if num_sequences >= len(groups):
+            return work
+        groups.sort(key=lambda group: -len(work.tokens[group[0]]))
+        last = len(groups) - 1
+        chosen = sorted({round(r) for r in np.linspace(0, last, num_sequences)})
+        return work.subset(sorted(i for g in chosen for i in groups[g]))
+
+    def least_flops(self, work: Work) -> float:
+        return self._flops.dense(len(work.tokens[g[0]]) for g in self._groups(work))
+
+
+class Packed:
+    """All tokens of a tree in one call: depths as positions, ancestors as the mask.
+
+    A workload of several unrelated trees takes one call each.
+    """
+
+    name = "packed"
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._flops = FlopModel.from_config(model.config)
+
+    def run(self, work: Work) -> RunCounts:
+        nodes = work.tree.nodes
+        roots = [node.index for node in nodes if node.parent < 0]
+        for root, end in zip(roots, [*roots[1:], len(nodes)], strict=True):
+            self._train(work, root, end)
+        return RunCounts(len(roots), work.tree.num_tree_tokens)
+
+    def _train(self, work: Work, root: int, end: int) -> None:
+        nodes = work.tree.nodes[root:end]
+        offset = nodes[0].first_token
+        device = work.device
+
+        def on_device(arrays: list[np.ndarray]) -> Tensor:
+            return torch.from_numpy(np.concatenate(arrays)).to(device)
+
+        num_tokens = sum(node.num_tokens for node in nodes)
+        # Depth-first order: a token's descendants are the tokens up to its last one.
+        last = {node.index: node.first_token + node.num_tokens for node in nodes}
+        for node in reversed(nodes):
+            if node.parent >= 0:
+                last[node.parent] = max(last[node.parent], last[node.index])
+        end_S = on_device(
+            [np.full(node.num_tokens, last[node.index] - offset) for node in nodes]
+        )
+        depth_S = on_device([np.arange(node.start, node.end) for node in nodes])
+        tokens_S = on_device([node.tokens for node in nodes])
+        parent_S = np.arange(-1, num_tokens - 1)
+        for node in nodes[1:]:
+            above = work.tree.nodes[node.parent]
+            parent_S[node.first_token - offset] = (
+                above.first_token + above.num_tokens - 1 - offset
+            )
+        row_E = torch.from_numpy(parent_S[1:]).to(device)
+
+        logits = self._model(
+            input_ids=tokens_S[None],
+            position_ids=depth_S[None],
+            attention_mask=_ancestor_mask(end_S, self._model.dtype),
+            use_cache=False,
+        ).logits[0]
+        logprob_E, entropy_S = _outputs(logits, row_E, tokens_S[1:])
+        del logits
+        losses = []
+        for i in (i for node in nodes for i in node.sequences):
+            index = torch.from_numpy(work.tree.token_indices(i) - offset).to(device)
+            losses.append(work.loss(i, logprob_E[index[1:] - 1], entropy_S[index[:-1]]))
+        torch.stack(losses).sum().backward()
+
+    def sample(self, work: Work, num_sequences: int) -> Work:
+        return work
+
+    def least_flops(self, work: Work) -> float:
+        return self._flops.tree(work.tree)
+
+
+class Tree:
+    """The executor, with logits at every position or where the loss reads."""
+
+    def __init__(
+        self, name: str, model: Any, config: ExecutorConfig, loss_positions_only: bool
+    ) -> None:
+        self.name = name
+        self._executor = TreeExecutor(model, config)
+        self._loss_positions_only = loss_positions_only
+        self._flops = FlopModel.from_config(model.config)
+
+    def run(self, work: Work) -> RunCounts:
+        positions = work.positions if self._loss_positions_only else None
+        self._executor.forward_backward(work.tree, work.loss, positions)
+        stats = self._executor.last_stats
+        assert stats is not None
+        return RunCounts(stats.num_blocks, stats.num_forward_tokens)
+
+    def sample(self, work: Work, num_sequences: int) -> Work:
+        return work
+
+    def least_flops(self, work: Work) -> float:
+        if not self._loss_positions_only:
+            return self._flops.tree(work.tree)
+        return self._flops.tree(work.tree, reads=Reads.at(work.tree, work.positions))
+
+
+def make_variant(name: str, model: Any, budgets: dict[str, Any]) -> Variant:
+    """The variant called ``name``.
+
+    Args:
+        name: one of VARIANTS, or ``dta@BLOCK`` or ``dta@BLOCK/RETAIN`` to have several
+            budgets side by side (RETAIN a number or ``all``).
+        budgets: arguments of ExecutorConfig for a plain ``dta``; the rest is automatic.
+
+    Raises:
+        ValueError: no variant of that name.
+    """
+    kind, _, spec = name.partition("@")
+    if spec and kind == "dta":
+        block, _, retain = spec.partition("/")
+        budgets = parse_budgets(block, retain or "auto")
+    elif spec or kind not in VARIANTS:
+        raise ValueError(f"variant {name!r}; expected one of {', '.join(VARIANTS)}")
+    if kind == "dta":
+        return Tree(name, model, ExecutorConfig(**budgets), loss_positions_only=True)
+    return VARIANTS[kind](model)
+
+
+def parse_budgets(block_tokens: str, retain_tokens: str) -> dict[str, Any]:
+    """Arguments of ExecutorConfig; ``auto`` leaves one to the executor.
+
+    Raises:
+        ValueError: neither a number nor a word that is known.
+    """
+    budgets: dict[str, Any] = {}
+    if block_tokens != "auto":
+        budgets["block_tokens"] = int(block_tokens)
+    if retain_tokens != "auto":
+        budgets["retain_tokens"] = (
+            None if retain_tokens == "all" else int(retain_tokens)
+        )
+    return budgets
+
+
+def _dfs(model: Any) -> Variant:
+    # That method holds the logits of a whole node, so the chunk is as large as any.
+    config = ExecutorConfig(
+        fragments="node", retain_tokens=0, logit_chunk_elements=2**62
+    )
+    return Tree("dfs", model, config, loss_positions_only=False)
+
+
+VARIANTS: dict[str, Callable[[Any], Variant]] = {
+    "dense": lambda model: PerSequence("dense", model),
+    "dense_ckpt": lambda model: PerSequence("dense_ckpt", model, checkpointing=True),
+    "leaf": lambda model: PerSequence("leaf", model, merge_prefixes=True),
+    "packed": Packed,
+    "dfs": _dfs,
+    "dta": lambda model: Tree("dta", model, ExecutorConfig(), True),
+}
+
+
+@contextmanager
+def _checkpointing(model: Any) -> Iterator[None]:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    try:
+        yield
+    finally:
+        model.gradient_checkpointing_disable()
+
+
+def _outputs(
+    logits_SV: Tensor, row_E: Tensor, label_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Logprob of each label in its row, and the entropy of each row (no gradient)."""
+    is_double = logits_SV.dtype == torch.float64
+    logp_SV = (logits_SV if is_double else logits_SV.float()).log_softmax(-1)
+    with torch.no_grad():
+        chunks = logp_SV.split(_ENTROPY_ROWS)
+        entropy_S = torch.cat([-(c.exp() * c).sum(-1) for c in chunks])
+    return logp_SV[row_E, label_E], entropy_S
+
+
+def _ancestor_mask(end_S: Tensor, dtype: torch.dtype) -> Tensor:
+    """Additive [1, 1, S, S]: 0 where a token sees another, -inf elsewhere. ``end_S`` is
+    one past each token's last descendant. Additive because sdpa would convert a
+    boolean one anew in each layer."""
+    at_S = torch.arange(len(end_S), device=end_S.device)
+    hidden_SS = at_S[None, :] > at_S[:, None]
+    hidden_SS |= at_S[:, None] >= end_S[None, :]
+    mask_SS = torch.zeros(hidden_SS.shape, dtype=dtype, device=end_S.device)
+    return mask_SS.masked_fill_(hidden_SS, -torch.inf)[None, None]

@@ -1,0 +1,288 @@
+"""What is trained on: batches of token sequences, and which of their outputs are read.
+
+tau2 workloads come from replayed episodes (`.npz`) where there are any, else they are
+generated with the same shape: one sequence a model call, each the conversation so far
+behind a long system prompt, with loss on that call's completion alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_dta.tree import PrefixTree
+
+TokenArray = NDArray[np.int64]
+BoolArray = NDArray[np.bool_]
+
+_NUM_SPECIAL = 8  # ids below are never drawn, so that thoughts always fork
+# What comes before a completion and is not in the later history: nothing (so that a
+# call's sequence is a prefix of the next one's), Qwen3's empty thoughts, which are part
+# of the prompt, or about 200 tokens of thinking, which carry loss.
+TEMPLATES = ("plain", "empty-think", "think")
+_EMPTY_THINK_TOKENS = 4
+_THINK_TOKENS = (100, 300)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A batch and the positions that its loss reads."""
+
+    name: str
+    source: str
+    """``generated`` or the file that the tokens come from."""
+    sequences: tuple[TokenArray, ...]
+    loss_masks: tuple[BoolArray, ...]
+    """Token-aligned, [len] each: true where a token carries loss. Never the first."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.sequences))
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return sum(int(mask.sum()) for mask in self.loss_masks)
+
+    def subset(self, indices: Sequence[int]) -> Workload:
+        return replace(
+            self,
+            sequences=tuple(self.sequences[i] for i in indices),
+            loss_masks=tuple(self.loss_masks[i] for i in indices),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large to make, or down to what to cut, a workload. None leaves it alone."""
+
+    vocab_size: int
+    seed: int = 0
+    path_tokens: int | None = None
+    """About the length of the longest sequence."""
+    max_sequences: int = 16
+    max_tokens: int | None = None
+    """Most sequence tokens; whole sequences are dropped from the end."""
+    template: str = "empty-think"
+    """Of tau2, see TEMPLATES."""
+    prompt_tokens: int = 128
+    """Of ``grpo-short``."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeShape:
+    """Token counts of an episode, as measured on tau2; ranges are inclusive."""
+
+    system_tokens: int
+    num_calls: int
+    turn_tokens: tuple[int, int]
+    """What users and tools add in front of each call."""
+    completion_tokens: tuple[int, int]
+
+    @property
+    def mean_path_tokens(self) -> int:
+        per_call = (sum(self.turn_tokens) + sum(self.completion_tokens)) // 2
+        return self.system_tokens + self.num_calls * per_call
+
+
+# Mean lengths and loss shares of the replayed episodes: airline 7,763 tokens, 1.95 %;
+# telecom solo 10,654 tokens, 0.21 %.
+EPISODES = {
+    "tau2-airline": EpisodeShape(4828, 16, (100, 500), (60, 240)),
+    "tau2-telecom-solo": EpisodeShape(9904, 11, (60, 160), (12, 32)),
+}
+GRPO_ANSWERS = 16
+NO_SHARING_SEQUENCES = 8
+
+
+def tau2(name: str, sizes: Sizes) -> Workload:
+    """Generated episodes behind one system prompt, as many as the sequences need."""
+    shape = EPISODES[name]
+    rng = np.random.default_rng(sizes.seed)
+    scale = (sizes.path_tokens or shape.mean_path_tokens) / shape.mean_path_tokens
+
+    def draw(bounds: tuple[int, int]) -> TokenArray:
+        num_tokens = round(scale * rng.integers(bounds[0], bounds[1] + 1))
+        return _random_tokens(rng, max(1, num_tokens), sizes.vocab_size)
+
+    def think() -> tuple[TokenArray, int]:
+        """Tokens before a completion, and how many of them carry loss."""
+        if sizes.template == "plain":
+            return np.empty(0, np.int64), 0
+        if sizes.template == "empty-think":
+            return np.arange(_EMPTY_THINK_TOKENS, dtype=np.int64), 0
+        thoughts = np.concatenate([np.zeros(1, np.int64), draw(_THINK_TOKENS)])
+        return thoughts, len(thoughts)
+
+    system = draw((shape.system_tokens, shape.system_tokens))
+    sequences, masks = [], []
+    for _ in range(math.ceil(sizes.max_sequences / shape.num_calls)):
+        history = system
+        for _ in range(shape.num_calls):
+            history = np.concatenate([history, draw(shape.turn_tokens)])
+            thoughts, num_loss = think()
+            completion = draw(shape.completion_tokens)
+            sequences.append(np.concatenate([history, thoughts, completion]))
+            num_loss += len(completion)
+            masks.append(_tail_mask(len(sequences[-1]), num_loss))
+            history = np.concatenate([history, completion])
+    return Workload(name, "generated", tuple(sequences), tuple(masks))
+
+
+def grpo_short(answer_tokens: int, sizes: Sizes) -> Workload:
+    """One prompt and 16 answers of ``answer_tokens``, all of which carry loss."""
+    rng = np.random.default_rng(sizes.seed)
+    prompt = _random_tokens(rng, sizes.prompt_tokens, sizes.vocab_size)
+    answers = [
+        _random_tokens(rng, answer_tokens, sizes.vocab_size)
+        for _ in range(GRPO_ANSWERS)
+    ]
+    for i, answer in enumerate(answers):  # they differ from the first token on
+        answer[0] = i
+    sequences = tuple(np.concatenate([prompt, answer]) for answer in answers)
+    masks = tuple(_tail_mask(len(s), answer_tokens) for s in sequences)
+    return Workload(f"grpo-short/{answer_tokens}", "generated", sequences, masks)
+
+
+def no_sharing(sizes: Sizes) -> Workload:
+    """Unrelated sequences with loss everywhere: nothing for a tree to save."""
+    rng = np.random.default_rng(sizes.seed)
+    longest = sizes.path_tokens or 1024
+    sequences, masks = [], []
+    for i in range(NO_SHARING_SEQUENCES):
+        num_tokens = int(rng.integers(max(2, longest // 4), max(2, longest) + 1))
+        sequence = _random_tokens(rng, num_tokens, sizes.vocab_size)
+        sequence[0] = i
+        sequences.append(sequence)
+        masks.append(_tail_mask(num_tokens, num_tokens - 1))
+    return Workload("no-sharing", "generated", tuple(sequences), tuple(masks))
+
+
+def load(name: str, path: Path, sizes: Sizes) -> Workload:
+    """Replayed episodes: flat ``tokens``, ``offsets`` [n + 1], ``loss_mask``.
+
+    Ids beyond the model's vocabulary are renumbered (equal stays equal).
+
+    Raises:
+        ValueError: the file is not of that form; names it and what was found.
+    """
+    with np.load(path, allow_pickle=False) as data:
+        missing = {"tokens", "offsets", "loss_mask"} - set(data.files)
+        if missing:
+            raise ValueError(
+                f"{path} lacks {sorted(missing)}, it holds {sorted(data.files)}; "
+                "expected the output of recipes/tau2/replay.py"
+            )
+        tokens, offsets = data["tokens"].astype(np.int64), data["offsets"]
+        loss_mask = data["loss_mask"].astype(bool)
+    if len(offsets) < 2 or offsets[-1] != len(tokens) or len(loss_mask) != len(tokens):
+        raise ValueError(
+            f"{path}: {len(tokens)} tokens, {len(loss_mask)} mask entries and offsets "
+            f"up to {offsets[-1] if len(offsets) else 'none'}; expected them equal, "
+            "and at least one sequence"
+        )
+    bounds = list(zip(offsets[:-1], offsets[1:], strict=True))
+    masks = [loss_mask[a:b].copy() for a, b in bounds]
+    for mask in masks:
+        mask[:1] = False  # nothing predicts a first token
+    sequences = tuple(tokens[a:b] for a, b in bounds)
+    workload = limited(Workload(name, path.name, sequences, tuple(masks)), sizes)
+    if sizes.path_tokens is not None:
+        workload = thinned(workload, sizes.path_tokens)
+    return renumbered(workload, sizes.vocab_size)
+
+
+def limited(workload: Workload, sizes: Sizes) -> Workload:
+    """The first sequences, at least one, within the limits of ``sizes``."""
+    num_sequences = min(len(workload.sequences), sizes.max_sequences)
+    if sizes.max_tokens is not None:
+        ends = np.cumsum([len(s) for s in workload.sequences])
+        fit = int(np.searchsorted(ends, sizes.max_tokens, side="right"))
+        num_sequences = min(num_sequences, fit)
+    return workload.subset(range(max(1, num_sequences)))
+
+
+def thinned(workload: Workload, path_tokens: int) -> Workload:
+    """Shorter paths in a tree of the same shape: of each node only every n-th token.
+
+    The share of loss tokens stays about the same, and so does that of each node.
+    """
+    longest = max(map(len, workload.sequences))
+    if longest <= path_tokens:
+        return workload
+    tree = PrefixTree.from_sequences(workload.sequences)
+    keep = np.zeros(tree.num_tree_tokens, dtype=bool)
+    for node in tree.nodes:
+        num_kept = max(1, round(node.num_tokens * path_tokens / longest))
+        kept = np.arange(num_kept) * node.num_tokens // num_kept
+        keep[node.first_token + kept] = True
+    kept_of = [keep[tree.token_indices(i)] for i in range(tree.num_sequences)]
+    return replace(
+        workload,
+        sequences=tuple(s[k] for s, k in zip(workload.sequences, kept_of, strict=True)),
+        loss_masks=tuple(
+            m[k] for m, k in zip(workload.loss_masks, kept_of, strict=True)
+        ),
+    )
+
+
+def renumbered(workload: Workload, vocab_size: int) -> Workload:
+    """The same sequences with ids below ``vocab_size``.
+
+    Raises:
+        ValueError: there are more distinct tokens than that.
+    """
+    flat = np.concatenate(workload.sequences)
+    if flat.max() < vocab_size:
+        return workload
+    distinct, number = np.unique(flat, return_inverse=True)
+    if len(distinct) > vocab_size:
+        raise ValueError(
+            f"{workload.source} holds {len(distinct)} distinct tokens, the model's "
+            f"vocabulary {vocab_size}; cut it with --max-sequences or take a larger "
+            "model"
+        )
+    ends = np.cumsum([len(s) for s in workload.sequences])
+    return replace(workload, sequences=tuple(np.split(number, ends[:-1])))
+
+
+def make_workloads(
+    name: str, sizes: Sizes, answer_tokens: Sequence[int], data: Path | None
+) -> list[Workload]:
+    """The workloads called ``name``: ``grpo-short`` is one for each answer length.
+
+    ``data`` is a folder in which ``<name>.npz`` is looked for; else it is generated.
+
+    Raises:
+        ValueError: no workload of that name, or a file that cannot be read.
+    """
+    if name not in WORKLOADS:
+        raise ValueError(f"workload {name!r}; expected one of {', '.join(WORKLOADS)}")
+    if data is not None and (path := data / f"{name}.npz").exists():
+        return [load(name, path, sizes)]
+    made = WORKLOADS[name](sizes, answer_tokens)
+    return [limited(workload, sizes) for workload in made]
+
+
+WORKLOADS: dict[str, Callable[[Sizes, Sequence[int]], list[Workload]]] = {
+    "tau2-airline": lambda sizes, _: [tau2("tau2-airline", sizes)],
+    "tau2-telecom-solo": lambda sizes, _: [tau2("tau2-telecom-solo", sizes)],
+    "grpo-short": lambda sizes, answers: [grpo_short(n, sizes) for n in answers],
+    "no-sharing": lambda sizes, _: [no_sharing(sizes)],
+}
+
+
+def _random_tokens(
+    rng: np.random.Generator, num_tokens: int, vocab_size: int
+) -> TokenArray:
+    return rng.integers(_NUM_SPECIAL, vocab_size, num_tokens, dtype=np.int64)
+
+
+def _tail_mask(num_tokens: int, num_loss: int) -> BoolArray:
+    mask = np.zeros(num_tokens, dtype=bool)
+    mask[num_tokens - num_loss :] = True
+    return mask
