@@ -43,6 +43,11 @@ def process_probe(process: psutil.Process) -> Probe:
     return is_dead
 
 
+def died(name: str) -> str:
+    """What to tell the user."""
+    return f"{name} has died; out of memory is a usual cause"
+
+
 class LivenessMonitor:
     """Runs probes from a thread until one finds a death. Use as a context manager."""
 
@@ -80,5 +85,5 @@ class LivenessMonitor:
             for name, probe in self._probes.items():
                 dead[name] = dead[name] + 1 if probe() else 0
                 if dead[name] >= DEAD_IN_A_ROW and not self._stop.is_set():
-                    self._on_death(f"{name} has died; out of memory is a usual cause")
+                    self._on_death(died(name))
                     return

@@ -20,7 +20,13 @@ from areal.utils.environ import is_single_controller
 from areal.utils.saver import Saver
 
 from areal_dta.config import DTAGRPOConfig, DTAPPOActorConfig, translate_backends
-from areal_dta.liveness import LivenessMonitor, Probe, port_probe, process_probe
+from areal_dta.liveness import (
+    LivenessMonitor,
+    Probe,
+    died,
+    port_probe,
+    process_probe,
+)
 from areal_dta.loopback import LOOPBACK_ENV, use_loopback
 from areal_dta.report.batch import BatchMeter, BatchShape
 from areal_dta.report.collect import step_metrics
@@ -86,9 +92,18 @@ class DTATrainer(PPOTrainer):
 
     def train(self, *args: Any, **kwargs: Any) -> None:
         self._step_started = time.monotonic()
-        monitor = LivenessMonitor(self._probes(), self.on_death)
-        with monitor, self._watch_batches():
-            super().train(*args, **kwargs)
+        probes = self._probes()
+        try:
+            with (
+                LivenessMonitor(probes, self.on_death),
+                self._watch_batches(),
+            ):
+                super().train(*args, **kwargs)
+        except Exception as e:
+            # A call may fail before the monitor has seen why.
+            if dead := [name for name, is_dead in probes.items() if is_dead()]:
+                raise RuntimeError(died(" and ".join(dead))) from e
+            raise
 
     def close(self) -> None:
         super().close()
