@@ -44,6 +44,7 @@ setup(
         "omegaconf",
         "psutil",
         "pydantic>=2",
+        "pyyaml",
         "requests",
         "rich",
         "safetensors",

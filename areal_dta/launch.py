@@ -32,11 +32,11 @@ from areal_dta.compose import (
     project_config_dir,
     run_dir,
 )
+from areal_dta.processes.supervisor import Event, Supervisor
 from areal_dta.report.alerts import AlertReader
 from areal_dta.report.metrics import StepMetrics, read_metrics
 from areal_dta.report.plot import plot_rewards
 from areal_dta.report.table import RunView
-from areal_dta.supervisor import Event, Supervisor
 
 # Until the job has told those of its configuration.
 DEFAULT_LIMITS = {"startup_timeout_seconds": 900.0, "grace_seconds": 15.0}

@@ -20,18 +20,18 @@ from areal.utils.environ import is_single_controller
 from areal.utils.saver import Saver
 
 from areal_dta.config import DTAGRPOConfig, DTAPPOActorConfig, translate_backends
-from areal_dta.liveness import (
+from areal_dta.processes.liveness import (
     LivenessMonitor,
     Probe,
     died,
     port_probe,
     process_probe,
 )
-from areal_dta.loopback import LOOPBACK_ENV, use_loopback
+from areal_dta.processes.loopback import LOOPBACK_ENV, use_loopback
+from areal_dta.processes.scheduler import BoundedLocalScheduler
 from areal_dta.report.batch import BatchMeter, BatchShape
 from areal_dta.report.collect import step_metrics
 from areal_dta.report.metrics import StepMetrics
-from areal_dta.scheduler import BoundedLocalScheduler
 from areal_dta.weight_sync import load_when_saved
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("DTATrainer")
 
 AREAL_WORKER = "python -m areal.infra.rpc.rpc_server"
-LOOPBACK_WORKER = "python -m areal_dta.worker"
+LOOPBACK_WORKER = "python -m areal_dta.processes.worker"
 
 
 class DTATrainer(PPOTrainer):

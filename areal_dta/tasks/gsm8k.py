@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from areal_dta.embedded import generate_problems
 from areal_dta.embedded.problems import SPLITS
+from areal_dta.tasks.log import task_logger
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
 
 EMBEDDED = "embedded"
 HUB_NAME = "openai/gsm8k"
@@ -104,7 +103,7 @@ def load_dataset(
                 continue
         rows.append({"messages": messages, "answer": final_answer(problem["answer"])})
     if num_dropped:
-        logger.warning(
+        task_logger("gsm8k").warning(
             "dropped %d of %d problems of %s: their prompts are longer than %d tokens.",
             num_dropped,
             num_dropped + len(rows),

@@ -23,14 +23,13 @@ it reads is compared only if it is plain arithmetic.
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from math_verify import ExprExtractionConfig, parse, verify
 
-logger = logging.getLogger(__name__)
+from areal_dta.tasks.log import task_logger
 
 # The end of the text holds the answer.
 _MAX_CHARACTERS = 2000
@@ -63,7 +62,9 @@ def math_reward_fn(
     """
     gold = parse_final_answer(str(answer))
     if gold is None:
-        logger.warning("the reference answer %r is not a number; reward 0.", answer)
+        task_logger("math_reward").warning(
+            "the reference answer %r is not a number; reward 0.", answer
+        )
         return 0.0
     value = parse_final_answer(str(completions))
     return float(value is not None and verify(gold, value, timeout_seconds=None))

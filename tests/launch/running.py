@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from areal_dta.reaper import MARKER, kill_marked, marked_processes
+from areal_dta.processes.reaper import MARKER, kill_marked, marked_processes
 
 REPOSITORY = Path(__file__).parents[2]
 

@@ -29,7 +29,7 @@ def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_importing_it_is_light() -> None:
     code = (
-        "import sys, areal_dta.launch, areal_dta.supervisor; "
+        "import sys, areal_dta.launch, areal_dta.processes.supervisor; "
         "print([m for m in ('torch', 'areal', 'matplotlib') if m in sys.modules])"
     )
     result = subprocess.run(

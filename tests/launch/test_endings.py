@@ -14,7 +14,7 @@ from tests.launch.running import RunningLaunch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
-WORKER = ("areal_dta.worker", "--role")
+WORKER = ("areal_dta.processes.worker", "--role")
 SERVER = ("areal_dta.rollout.local.server",)
 
 

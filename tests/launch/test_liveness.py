@@ -9,7 +9,7 @@ import threading
 
 import psutil
 
-from areal_dta.liveness import LivenessMonitor, port_probe, process_probe
+from areal_dta.processes.liveness import LivenessMonitor, port_probe, process_probe
 
 FAST = 0.02
 

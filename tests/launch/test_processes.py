@@ -20,8 +20,8 @@ from areal.utils import name_resolve, names
 
 from areal_dta.compose import compose, find_config
 from areal_dta.config import DTAGRPOConfig, to_structured
-from areal_dta.loopback import LOOPBACK, use_loopback
-from areal_dta.scheduler import BoundedLocalScheduler
+from areal_dta.processes.loopback import LOOPBACK, use_loopback
+from areal_dta.processes.scheduler import BoundedLocalScheduler
 from areal_dta.weight_sync import load_when_saved
 
 pytestmark = pytest.mark.timeout(120)
@@ -95,7 +95,7 @@ class TestLoopback:
     def test_an_unknown_version_is_refused(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        module = sys.modules["areal_dta.loopback"]
+        module = sys.modules["areal_dta.processes.loopback"]
         monkeypatch.setattr(module, "version", lambda name: "2.0.0")
         with pytest.raises(RuntimeError, match="found 2.0.0"):
             use_loopback()

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_dta.reaper import kill_marked, marked_processes
+from areal_dta.processes.reaper import kill_marked, marked_processes
 from tests.launch.running import launch_env
 
 pytestmark = pytest.mark.timeout(120)
@@ -36,7 +36,7 @@ END
 SUPERVISE = """
 import sys
 from pathlib import Path
-from areal_dta.supervisor import Supervisor
+from areal_dta.processes.supervisor import Supervisor
 supervisor = Supervisor([sys.executable, sys.argv[1]], Path(sys.argv[2]))
 print(supervisor.marker, flush=True)
 events = []
@@ -102,7 +102,7 @@ def test_stop_ends_children_sessions_and_orphans(tmp_path: Path) -> None:
 def test_nothing_at_all_is_left_not_even_the_reaper(tmp_path: Path) -> None:
     with Supervised(tmp_path) as run:
         descendants = psutil.Process(run.process.pid).children(recursive=True)
-        assert any("areal_dta.reaper" in p.cmdline() for p in descendants)
+        assert any("areal_dta.processes.reaper" in p.cmdline() for p in descendants)
         run.tell("stop")
         run.process.wait(timeout=30)
         assert [p for p in descendants if p.is_running()] == []

@@ -98,9 +98,9 @@ def test_the_same_number_in_other_clothes(completion, answer):
     assert reward(completion, answer) == 1.0
 
 
-def test_an_unusable_reference_pays_nobody(caplog):
+def test_an_unusable_reference_pays_nobody(warnings):
     assert reward("#### 69", "sixty-nine") == 0.0
-    assert "'sixty-nine' is not a number" in caplog.text
+    assert len(warnings) == 1 and "'sixty-nine' is not a number" in warnings[0]
 
 
 def test_additional_columns_are_accepted():

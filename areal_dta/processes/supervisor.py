@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from areal_dta.reaper import MARKER, kill_marked, start_reaper
+from areal_dta.processes.reaper import MARKER, kill_marked, start_reaper
 
 Event = dict[str, Any]
 

@@ -1,8 +1,8 @@
 """Kill what a run leaves behind when its launcher dies without a chance to clean up.
 
 Every process of a run carries `MARKER` in its environment, inherited from the first.
-The launcher starts ``python -m areal_dta.reaper MARKER`` outside the run, and holds the
-write end of its standard input. When the launcher is gone, be it by ``kill -9``, the
+The launcher starts ``python -m areal_dta.processes.reaper MARKER`` outside the run, and
+holds the write end of its standard input. When the launcher is gone, be it by ``kill -9``, the
 kernel closes the pipe, and whatever still carries the marker is killed.
 """
 
@@ -26,7 +26,7 @@ def start_reaper(marker: str) -> subprocess.Popen[bytes]:
     # must outlive that one's purge, to carry out its own.
     env = {k: v for k, v in os.environ.items() if k != MARKER}
     return subprocess.Popen(
-        [sys.executable, "-m", "areal_dta.reaper", marker],
+        [sys.executable, "-m", "areal_dta.processes.reaper", marker],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         env=env,

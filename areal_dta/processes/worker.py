@@ -1,4 +1,4 @@
-"""``python -m areal_dta.worker``: AReaL's RPC worker, listening on loopback only."""
+"""AReaL's RPC worker on loopback only: ``python -m areal_dta.processes.worker``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     from areal.infra.rpc import rpc_server
 
-    from areal_dta.loopback import LOOPBACK, use_loopback
+    from areal_dta.processes.loopback import LOOPBACK, use_loopback
 
     use_loopback()
     sys.argv[1:1] = ["--host", LOOPBACK]

@@ -1,0 +1,1 @@
+"""The processes of a run: started, watched, kept on loopback, and reaped."""
