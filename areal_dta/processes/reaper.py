@@ -2,8 +2,8 @@
 
 Every process of a run carries `MARKER` in its environment, inherited from the first.
 The launcher starts ``python -m areal_dta.processes.reaper MARKER`` outside the run, and
-holds the write end of its standard input. When the launcher is gone, be it by ``kill -9``, the
-kernel closes the pipe, and whatever still carries the marker is killed.
+holds the write end of its standard input. When the launcher is gone, be it by
+``kill -9``, the kernel closes the pipe, and what still carries the marker is killed.
 """
 
 from __future__ import annotations
