@@ -42,6 +42,10 @@ setup(
         "matplotlib",
         "numpy",
         "omegaconf",
+        # AReaL asks for openhands, for an example of its own, without a version. From
+        # Python 3.12 on pip then tries releases whose pins conflict with the rest, for
+        # longer than a quarter of an hour. This is the release that 3.11 gets.
+        "openhands==0.0.0; python_version >= '3.12'",
         "psutil",
         "pydantic>=2",
         "pyyaml",
