@@ -52,6 +52,8 @@ setup(
         "requests",
         "rich",
         "safetensors",
+        "sympy",
+        "tokenizers",
         "torch",
         "transformers",
     ],
