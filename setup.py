@@ -52,6 +52,7 @@ setup(
         "requests",
         "rich",
         "safetensors",
+        "scipy",
         "sympy",
         "tokenizers",
         "torch",
