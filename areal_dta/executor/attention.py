@@ -37,6 +37,7 @@ class BlockAttention:
     """Per layer [1, K, S, H], part of the block's graph; only with ``keep_kv``."""
     values: dict[int, Tensor] = field(default_factory=dict)
     num_calls: int = 0
+    _everything: Mask = field(default_factory=Mask)
     _windows: dict[int, tuple[int, Mask, Mask]] = field(default_factory=dict)
 
     def restart(self) -> None:
@@ -47,7 +48,7 @@ class BlockAttention:
         """First path token seen, block mask and path mask of a layer whose queries
         see the last ``size`` tokens (None: all), themselves included."""
         if size is None:
-            return 0, self.mask, Mask()
+            return 0, self.mask, self._everything
         if size not in self._windows:
             self._windows[size] = self._cut_to_window(size)
         return self._windows[size]
@@ -55,12 +56,9 @@ class BlockAttention:
     def _cut_to_window(self, size: int) -> tuple[int, Mask, Mask]:
         depth_S = self.depth_S
         if int(depth_S.max()) < size:
-            return 0, self.mask, Mask()
-        visible_SS = self.mask.visible
-        if visible_SS is None:
-            visible_SS = torch.ones(
-                len(depth_S), len(depth_S), dtype=torch.bool, device=depth_S.device
-            ).tril_()
+            return 0, self.mask, self._everything
+        visible_SS = self.mask.visible(len(depth_S), depth_S.device)
+        assert visible_SS is not None
         visible_SS = visible_SS & (depth_S[:, None] - depth_S[None] < size)
         start = min(self.path_tokens, max(0, int(depth_S.min()) - size + 1))
         depth_P = torch.arange(start, self.path_tokens, device=depth_S.device)
@@ -104,6 +102,7 @@ def _block_attention(
         layer=block.path.layers[layer_idx],
         path_start=path_start,
         path_end=block.path_tokens,
+        block_tokens=query.shape[2],
         block_mask=block_mask,
         path_mask=path_mask,
         scoring=scoring,

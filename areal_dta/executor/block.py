@@ -61,14 +61,11 @@ class BlockRunner:
             UnsupportedModelError: a layer asks for something a tree cannot give.
         """
         layout = lay_out(self._tensors, segments)
-        visible = layout.visible_SS
         block = BlockAttention(
             path=self._path,
             path_tokens=path_tokens,
             depth_S=self._on_device(layout.depth_S),
-            mask=Mask(causal=True)
-            if visible is None
-            else Mask(visible=self._on_device(visible)),
+            mask=Mask(layout.shape),
             backend_name=self._attention_backend,
             keep_kv=keep_kv,
         )

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from areal_dta.executor.block_shape import BlockShape
 from areal_dta.plan import Fragmentation, Segment
 from areal_dta.tree import PrefixTree
 
@@ -56,8 +57,8 @@ class BlockLayout:
     """Which of the rows predicts the edge's token; ascending."""
     edge_token_E: np.ndarray
     """Tree token index of the predicted token: an edge's name in the whole tree."""
-    visible_SS: np.ndarray | None
-    """bool; None where the block is one chain and plain causal."""
+    shape: BlockShape
+    """Who sees whom."""
 
 
 def lay_out(tensors: TreeTensors, segments: Sequence[int]) -> BlockLayout:
@@ -87,9 +88,11 @@ def lay_out(tensors: TreeTensors, segments: Sequence[int]) -> BlockLayout:
     position_E, token_E = position_E[is_read], token_E[is_read]
     row_R = np.flatnonzero(reads.row_T[token_S])
 
-    first, *rest = segments
-    pairs = zip(segments, rest, strict=False)
-    is_chain = all(all_segments[below].parent == above for above, below in pairs)
+    order = {index: i for i, index in enumerate(segments)}
+    shape = BlockShape(
+        lengths=[all_segments[index].num_tokens for index in segments],
+        parents=[order.get(all_segments[index].parent, -1) for index in segments],
+    )
     return BlockLayout(
         offsets=offsets,
         token_S=token_S,
@@ -97,18 +100,5 @@ def lay_out(tensors: TreeTensors, segments: Sequence[int]) -> BlockLayout:
         row_R=row_R,
         edge_row_E=np.searchsorted(row_R, position_E),
         edge_token_E=token_E,
-        visible_SS=None if is_chain else _visibility(tensors.cut, offsets, size),
+        shape=shape,
     )
-
-
-def _visibility(cut: Fragmentation, offsets: dict[int, int], size: int) -> np.ndarray:
-    """Who sees whom inside a branching block: ancestors and oneself."""
-    visible = np.zeros((size, size), dtype=bool)
-    for index, offset in offsets.items():
-        s = cut.segments[index]
-        end = offset + s.num_tokens
-        if s.parent in offsets:
-            last = offsets[s.parent] + cut.segments[s.parent].num_tokens - 1
-            visible[offset:end] = visible[last]
-        visible[offset:end, offset:end] = np.tri(s.num_tokens, dtype=bool)
-    return visible

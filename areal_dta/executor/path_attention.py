@@ -24,9 +24,12 @@ from areal_dta.executor.backends import (
     AttentionBackend,
     Mask,
     Scoring,
-    accumulation_dtype,
+    merge,
 )
 from areal_dta.executor.path_cache import LayerPath
+
+Term = tuple[Tensor, Tensor, Mask]
+"""Keys and values [1, K, T, H], and who sees them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +41,42 @@ class AttentionPlan:
     """First path token that any query sees: 0 without a sliding window."""
     path_end: int
     """Tokens of the path; no path term if it equals ``path_start``."""
+    block_tokens: int
     block_mask: Mask
     path_mask: Mask
     scoring: Scoring
     backend: AttentionBackend
+
+    def terms(self, k: Tensor, v: Tensor) -> list[Term]:
+        """Key sets that cover all a query may see, each key once.
+
+        k, v: [1, K, S, H], of the block. The path must be loaded.
+        """
+        shape = self.block_mask.shape
+        has_path = self.path_start < self.path_end
+        if (
+            has_path
+            and self.backend.joins_chains
+            and shape is not None
+            and shape.is_chain
+            and self.path_mask.matrix is None
+        ):
+            both = self.layer.extended(self.path_start, self.path_end, k, v)
+            return [(*both, self.block_mask)]
+        terms = [(k, v, self.block_mask)]
+        if has_path:
+            path = self.layer.read(self.path_start, self.path_end)
+            terms.append((*path, self.path_mask))
+        return terms
+
+    def num_above(self, keys: Tensor, mask: Mask) -> int:
+        """How many of a term's keys belong to the path: they come first."""
+        if mask is self.path_mask:
+            return keys.shape[2]
+        num_path_tokens = self.path_end - self.path_start
+        num_own = self.block_tokens
+        assert keys.shape[2] in (num_own, num_path_tokens + num_own)
+        return keys.shape[2] - num_own
 
 
 class _PathAttention(torch.autograd.Function):
@@ -56,12 +91,11 @@ class _PathAttention(torch.autograd.Function):
         sinks_N: Tensor | None,
         plan: AttentionPlan,
     ) -> Tensor:
-        backend, scoring = plan.backend, plan.scoring
-        out, lse = backend.forward(q, k, v, plan.block_mask, scoring)
-        if plan.path_start < plan.path_end:
-            path_k, path_v = plan.layer.read(plan.path_start, plan.path_end)
-            term = backend.forward(q, path_k, path_v, plan.path_mask, scoring)
-            out, lse = _merge(out, lse, *term)
+        out, lse = None, None
+        for keys, values, mask in plan.terms(k, v):
+            term = plan.backend.forward(q, keys, values, mask, plan.scoring)
+            out, lse = term if out is None or lse is None else merge(out, lse, *term)
+        assert out is not None and lse is not None
         if sinks_N is not None:
             without = lse
             lse = torch.logaddexp(lse, sinks_N.to(lse.dtype)[None, :, None])
@@ -75,18 +109,21 @@ class _PathAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, sinks_N, out, lse = ctx.saved_tensors
         plan: AttentionPlan = ctx.plan
-        backend, scoring = plan.backend, plan.scoring
-        grad_out = grads[0].contiguous()
-        grad_q, grad_k, grad_v = backend.backward(
-            grad_out, q, k, v, out, lse, plan.block_mask, scoring
-        )
-        if plan.path_start < plan.path_end:
-            path_k, path_v = plan.layer.read(plan.path_start, plan.path_end)
-            path_grad_q, path_grad_k, path_grad_v = backend.backward(
-                grad_out, q, path_k, path_v, out, lse, plan.path_mask, scoring
+        grad_out = grads[0]
+        grad_q, grad_k, grad_v = None, None, None
+        for keys, values, mask in plan.terms(k, v):
+            term = plan.backend.backward(
+                grad_out, q, keys, values, out, lse, mask, plan.scoring
             )
-            plan.layer.add_gradients(plan.path_start, path_grad_k, path_grad_v)
-            grad_q = grad_q + path_grad_q
+            grad_q = term[0] if grad_q is None else grad_q + term[0]
+            # keys lie as [path, block], or a term has but one of the two
+            num_above = plan.num_above(keys, mask)
+            if num_above:
+                above = (grad[:, :, :num_above] for grad in term[1:])
+                plan.layer.add_gradients(plan.path_start, *above)
+            if num_above < keys.shape[2]:
+                grad_k, grad_v = (grad[:, :, num_above:] for grad in term[1:])
+        assert grad_k is not None and grad_v is not None
         grad_sinks_N = None
         if sinks_N is not None:
             weight = torch.exp(sinks_N.to(lse.dtype)[None, :, None] - lse)
@@ -104,12 +141,3 @@ def path_attention(
     """
     out: Tensor = _PathAttention.apply(q, k, v, sinks_N, plan)
     return out
-
-
-def _merge(a: Tensor, lse_a: Tensor, b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Average two partial outputs in fp32: flash rounds each to the compute dtype."""
-    acc = accumulation_dtype(a.dtype)
-    lse = torch.logaddexp(lse_a, lse_b)
-    weight_a = torch.exp(lse_a - lse).unsqueeze(-1)
-    weight_b = torch.exp(lse_b - lse).unsqueeze(-1)
-    return (a.to(acc) * weight_a + b.to(acc) * weight_b).to(a.dtype), lse

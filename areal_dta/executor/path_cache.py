@@ -49,6 +49,23 @@ class LayerPath:
         assert self._k is not None and self._v is not None
         return self._k[:, :, start:end], self._v[:, :, start:end]
 
+    def extended(
+        self, start: int, end: int, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """k, v of the path at [start, end) and the block's own k, v behind, without
+        a copy where the buffer has room, as it has for all but the deepest blocks.
+
+        Until the next write there the buffer's end holds them, beyond the path.
+        """
+        path_k, path_v = self.read(start, end)
+        below = end + k.shape[2]
+        if below > self._capacity:
+            return torch.cat([path_k, k], 2), torch.cat([path_v, v], 2)
+        assert self._k is not None and self._v is not None
+        self._k[:, :, end:below] = k
+        self._v[:, :, end:below] = v
+        return self.read(start, below)
+
     def add_gradients(self, start: int, grad_k: Tensor, grad_v: Tensor) -> None:
         """Add [1, K, n, H] to the gradients of the path at [start, start + n)."""
         assert self._grad_k is not None and self._grad_v is not None
