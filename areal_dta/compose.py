@@ -47,6 +47,9 @@ class Composed:
     """The option taken for each config group, e.g. ``{"hardware": "cpu"}``."""
     groups: tuple[str, ...]
     """All config groups that could have been given."""
+    named: frozenset[str] = frozenset()
+    """Top-level keys that the file itself or an override names: not those that only
+    config groups bring."""
 
 
 def project_config_dir() -> Path:
@@ -101,6 +104,8 @@ def compose(file: Path, overrides: Sequence[str]) -> Composed:
         GlobalHydra.instance().clear()
         with initialize_config_dir(config_dir=str(file.parent), version_base="1.3"):
             config = hydra_compose(file.stem, overrides=lines, return_hydra_config=True)
+        named = {str(key) for key in OmegaConf.load(file)}
+        named |= {o.key_or_group.split(".")[0] for o in parsed}
         choices = {k: str(v) for k, v in config.hydra.runtime.choices.items()}
         with open_dict(config):
             del config["hydra"]
@@ -122,7 +127,7 @@ def compose(file: Path, overrides: Sequence[str]) -> Composed:
     except (HydraException, OmegaConfBaseException, YAMLError) as e:
         raise ConfigError(f"{file.name}: {one_line(e)}") from e
     taken = {g: choices[g] for g in groups if g in choices}
-    return Composed(config, file, taken, groups)
+    return Composed(config, file, taken, groups, frozenset(named))
 
 
 def run_dir(composed: Composed) -> Path:

@@ -1,9 +1,10 @@
-"""Structured configuration: AReaL's GRPO configuration with our additions.
+"""Structured configuration: AReaL's configurations with our additions.
 
-Additions: ``actor.dta`` (the tree engine's options), ``local`` (the embedded rollout
-server's), ``launch`` (time-outs), the workflow, reward and data set as import strings;
-and the backends ``dta:dN`` and ``local:dN``, which AReaL does not know:
-`translate_backends` replaces them before AReaL parses them.
+``algorithm`` chooses the class. Additions: ``actor.dta`` (the tree engine's options; of
+every model on a training engine), ``local`` (the embedded rollout server's), ``launch``
+(time-outs), the workflow, reward and data set as import strings; and the backends
+``dta:dN`` and ``local:dN``, which AReaL does not know: `translate_backends` replaces
+them before AReaL parses them.
 """
 
 from __future__ import annotations
@@ -11,36 +12,46 @@ from __future__ import annotations
 import copy
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
-from areal.api.alloc_mode import ModelAllocation
 from areal.api.cli_args import (
+    DPOConfig,
+    DPOEngineConfig,
     GRPOConfig,
     InferenceEngineConfig,
     PPOActorConfig,
+    PPOCriticConfig,
+    RWConfig,
+    SFTConfig,
+    TeacherConfig,
+    TrainEngineConfig,
     to_structured_cfg,
 )
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from areal_dta.backends import (
+    ROLLOUT_BACKENDS,
+    TRAIN_BACKENDS,
+    Backend,
+    parse_backend,
+)
 from areal_dta.compose import Composed, ConfigError, did_you_mean, one_line
 from areal_dta.engine.options import DTAOptions
 from areal_dta.engine.prox_logp import fuses_prox_logp
 from areal_dta.rollout.local import LocalServerConfig
 
-TRAIN_BACKENDS: Final = {
-    "dta": "fsdp",
-    "fsdp": "fsdp",
-    "megatron": "megatron",
-    "archon": "archon",
-}
-"""Training engine -> the name under which AReaL parses its parallelism."""
-ROLLOUT_BACKENDS: Final = {"local": "sglang", "sglang": "sglang", "vllm": "vllm"}
+ALGORITHMS: Final = ("ppo", "sft", "dpo", "rw")
+"""``ppo`` stands for all that learn from rollouts: GRPO, PPO, GSPO, SAPO, ..."""
+# What each trains is an engine of this kind (`areal_dta.engine.choice`).
+_KIND_OF: Final = {"ppo": "actor", "sft": "lm", "dpo": "dpo", "rw": "rw"}
+# Sections that presets such as hardware=cpu also give to jobs without rollouts.
+_ROLLOUT_SECTIONS: Final = ("rollout", "gconfig", "local")
 
 
 @dataclass
-class DTAPPOActorConfig(PPOActorConfig):
-    """AReaL's actor configuration with the tree engine's options."""
+class TreeEngineFields:
+    """What we add to each of AReaL's configurations of a training engine."""
 
     dta: DTAOptions = field(default_factory=DTAOptions)
     engine: str = field(
@@ -48,11 +59,39 @@ class DTAPPOActorConfig(PPOActorConfig):
         metadata={"help": "Set by the trainer: the engine that `backend` selected."},
     )
 
+
+@dataclass
+class DTAPPOActorConfig(TreeEngineFields, PPOActorConfig):
+    """AReaL's actor configuration with the tree engine's options; also that of the
+    reference and of a teacher."""
+
     def should_compute_prox_logp(self) -> bool:
         """Whether the trainer runs a forward pass for the proximal logprobs."""
         if self.engine == "dta" and fuses_prox_logp(self):
             return False
         return bool(super().should_compute_prox_logp())
+
+
+@dataclass
+class DTAPPOCriticConfig(TreeEngineFields, PPOCriticConfig):
+    """AReaL's critic configuration with the tree engine's options."""
+
+
+@dataclass
+class DTATrainEngineConfig(TreeEngineFields, TrainEngineConfig):
+    """Of supervised fine-tuning and of reward models."""
+
+
+@dataclass
+class DTADPOEngineConfig(TreeEngineFields, DPOEngineConfig):
+    """Of DPO, for the model and for its reference."""
+
+
+@dataclass
+class DTATeacherConfig(TeacherConfig):
+    """AReaL's teacher; `train.backend` may also be ``dta:dN``."""
+
+    train: DTAPPOActorConfig | None = None
 
 
 @dataclass
@@ -97,14 +136,31 @@ class LaunchOptions:
 
 
 @dataclass
-class DTAGRPOConfig(GRPOConfig):
-    """A GRPO job. Everything of AReaL's configuration is available too."""
+class JobFields:
+    """What we add to AReaL's configuration of every experiment."""
+
+    algorithm: str = "ppo"
+    launch: LaunchOptions = field(default_factory=LaunchOptions)
+    dataset_fn: str = field(
+        default="areal_dta.tasks.gsm8k.load_dataset",
+        metadata={"help": "Import string of the function that loads the data set."},
+    )
+    note: str = field(
+        default="",
+        metadata={"help": "Printed under the curve: what its rise or fall means."},
+    )
+
+
+@dataclass
+class DTAGRPOConfig(JobFields, GRPOConfig):
+    """A job that learns from rollouts. All of AReaL's configuration is available."""
 
     actor: DTAPPOActorConfig = field(default_factory=DTAPPOActorConfig)
     ref: DTAPPOActorConfig | None = None
+    critic: DTAPPOCriticConfig | None = None
+    teacher: DTATeacherConfig | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     local: LocalServerConfig = field(default_factory=LocalServerConfig)
-    launch: LaunchOptions = field(default_factory=LaunchOptions)
     workflow: str = field(
         default="areal.workflow.rlvr.RLVRWorkflow",
         metadata={"help": "Import string of the rollout workflow."},
@@ -113,97 +169,138 @@ class DTAGRPOConfig(GRPOConfig):
         default="areal_dta.tasks.math_reward.math_reward_fn",
         metadata={"help": "Import string of the reward function."},
     )
-    dataset_fn: str = field(
-        default="areal_dta.tasks.gsm8k.load_dataset",
-        metadata={"help": "Import string of the function that loads the data set."},
-    )
     enable_thinking: bool = field(
         default=False, metadata={"help": "Passed to the model's chat template."}
     )
-    note: str = field(
-        default="",
-        metadata={"help": "Printed under the reward curve: what its rise means."},
+
+
+@dataclass
+class DTASFTConfig(JobFields, SFTConfig):
+    """Supervised fine-tuning."""
+
+    algorithm: str = "sft"
+    actor: DTATrainEngineConfig = field(default_factory=DTATrainEngineConfig)
+    dataset_fn: str = "areal_dta.tasks.supervised.load_dataset"
+
+
+@dataclass
+class DTADPOConfig(JobFields, DPOConfig):
+    """Direct preference optimisation, on pairs."""
+
+    algorithm: str = "dpo"
+    actor: DTADPOEngineConfig = field(default_factory=DTADPOEngineConfig)
+    ref: DTADPOEngineConfig = field(default_factory=DTADPOEngineConfig)
+    dataset_fn: str = "areal_dta.tasks.preferences.load_dataset"
+
+
+@dataclass
+class DTARWConfig(JobFields, RWConfig):
+    """A reward model, on pairs."""
+
+    algorithm: str = "rw"
+    actor: DTATrainEngineConfig = field(
+        default_factory=lambda: DTATrainEngineConfig(is_critic=True)
     )
+    dataset_fn: str = "areal_dta.tasks.preferences.load_dataset"
+
+
+DTAConfig = DTAGRPOConfig | DTASFTConfig | DTADPOConfig | DTARWConfig
+ConfigT = TypeVar("ConfigT", DTAGRPOConfig, DTASFTConfig, DTADPOConfig, DTARWConfig)
+_CONFIG_CLASSES: Final[dict[str, type[DTAConfig]]] = {
+    "ppo": DTAGRPOConfig,
+    "sft": DTASFTConfig,
+    "dpo": DTADPOConfig,
+    "rw": DTARWConfig,
+}
 
 
 @dataclass(frozen=True, slots=True)
-class Backend:
-    """A parsed ``engine:parallelism`` string."""
+class TrainSection:
+    """One model of a run that is trained, or evaluated by a training engine."""
 
-    engine: str
-    """Ours: ``dta``, ``fsdp``, ``local``, ..."""
-    areal: str
-    """The same parallelism under a name that AReaL parses, e.g. ``fsdp:d2``."""
-    num_ranks: int
-    dp_size: int
+    name: str
+    """Its place in the configuration, e.g. ``actor`` or ``teacher.train``."""
+    kind: str
+    """A key of `areal_dta.engine.choice.KINDS`."""
+    config: Any
 
-
-def parse_backend(spec: str, key: str, known: dict[str, str]) -> Backend:
-    """Parse e.g. ``dta:d2``.
-
-    Args:
-        key: the configuration key, for messages.
-        known: `TRAIN_BACKENDS` or `ROLLOUT_BACKENDS`.
-
-    Raises:
-        ConfigError: unknown engine, bad parallelism, or one that the engine lacks.
-    """
-    engine, separator, strategy = spec.partition(":")
-    if engine not in known:
-        raise ConfigError(
-            f"{key}={spec}: unknown backend {engine!r}{did_you_mean(engine, known)}; "
-            f"expected one of {', '.join(known)}, as in {key}={next(iter(known))}:d1"
+    @property
+    def backend(self) -> Backend:
+        """
+        Raises:
+            ConfigError: as `parse_backend`.
+        """
+        return parse_backend(
+            self.config.backend, f"{self.name}.backend", TRAIN_BACKENDS
         )
-    if not separator or not strategy:
-        raise ConfigError(f"{key}={spec}: no parallelism; expected e.g. {engine}:d1")
-    areal = f"{known[engine]}:{strategy}"
-    try:
-        parallel = ModelAllocation.from_str(areal).parallel
-    except Exception as e:  # the parser raises lark's, ValueError and its own
-        raise ConfigError(
-            f"{key}={spec}: cannot read the parallelism {strategy!r} "
-            f"({type(e).__name__}); expected e.g. {engine}:d2"
-        ) from e
-    if engine in ("dta", "local") and parallel.world_size != parallel.dp_size:
-        raise ConfigError(
-            f"{key}={spec}: {engine} is data parallel only; "
-            f"expected {engine}:d{parallel.world_size}"
-        )
-    return Backend(engine, areal, parallel.world_size, parallel.dp_size)
 
 
-def actor_backend(config: DTAGRPOConfig) -> Backend:
-    return parse_backend(config.actor.backend, "actor.backend", TRAIN_BACKENDS)
+def train_sections(config: DTAConfig) -> list[TrainSection]:
+    """The sections of all models on training engines, the trained one first."""
+    kind = _KIND_OF[config.algorithm]
+    sections = [TrainSection("actor", kind, config.actor)]
+    if getattr(config, "critic", None) is not None:
+        sections.append(TrainSection("critic", "critic", config.critic))
+    if getattr(config, "ref", None) is not None:
+        sections.append(TrainSection("ref", kind, config.ref))
+    teacher = getattr(config, "teacher", None)
+    if teacher is not None and teacher.engine_type == "train":
+        sections.append(TrainSection("teacher.train", kind, teacher.train))
+    return sections
+
+
+def uses_reference(config: DTAConfig) -> bool:
+    """Whether AReaL's trainer makes the reference that a configuration may have."""
+    if isinstance(config, DTAGRPOConfig):
+        return config.ref is not None and config.actor.kl_ctl > 0
+    return isinstance(config, DTADPOConfig)
+
+
+def actor_backend(config: DTAConfig) -> Backend:
+    return train_sections(config)[0].backend
 
 
 def rollout_backend(config: DTAGRPOConfig) -> Backend:
     return parse_backend(config.rollout.backend, "rollout.backend", ROLLOUT_BACKENDS)
 
 
-def translate_backends(config: DTAGRPOConfig) -> DTAGRPOConfig:
+def translate_backends(config: ConfigT) -> ConfigT:
     """A copy whose backends AReaL can parse; ``engine`` keeps what was asked for."""
     config = copy.deepcopy(config)
-    sections: list[tuple[str, Any, dict[str, str]]] = [
-        ("actor", config.actor, TRAIN_BACKENDS),
-        ("rollout", config.rollout, ROLLOUT_BACKENDS),
-    ]
-    if config.ref is not None:
-        sections.append(("ref", config.ref, TRAIN_BACKENDS))
-    for name, section, known in sections:
-        backend = parse_backend(section.backend, f"{name}.backend", known)
-        section.engine, section.backend = backend.engine, backend.areal
+    for section in train_sections(config):
+        backend = section.backend
+        section.config.engine = backend.engine
+        section.config.backend = backend.areal
+    if isinstance(config, DTAGRPOConfig):
+        backend = rollout_backend(config)
+        config.rollout.engine, config.rollout.backend = backend.engine, backend.areal
     return config
 
 
-def to_structured(composed: Composed) -> DTAGRPOConfig:
+def config_class(composed: Composed) -> type[DTAConfig]:
+    """
+    Raises:
+        ConfigError: there is no such algorithm.
+    """
+    name = str(composed.config.get("algorithm", "ppo"))
+    if name not in _CONFIG_CLASSES:
+        raise ConfigError(
+            f"algorithm={name}: unknown{did_you_mean(name, ALGORITHMS)}; expected one "
+            f"of {', '.join(ALGORITHMS)} (ppo: GRPO and all that learn from rollouts)"
+        )
+    return _CONFIG_CLASSES[name]
+
+
+def to_structured(composed: Composed) -> DTAConfig:
     """Check a composed configuration against the schema and make it an object.
 
     Raises:
         ConfigError: unknown key (with the closest one that exists), wrong type,
             missing value, or a value that AReaL's own checks refuse.
     """
+    cls = config_class(composed)
     try:
-        merged = to_structured_cfg(composed.config, DTAGRPOConfig)
+        merged = to_structured_cfg(_without_presets(composed, cls), cls)
     except ConfigKeyError as e:
         raise ConfigError(_unknown_key(e, composed)) from e
     except (OmegaConfBaseException, ValueError) as e:
@@ -222,7 +319,22 @@ def to_structured(composed: Composed) -> DTAGRPOConfig:
         raise
     except (OmegaConfBaseException, ValueError, TypeError) as e:
         raise ConfigError(_with_key(e)) from e
-    assert isinstance(config, DTAGRPOConfig)
+    assert isinstance(config, cls)
+    return config
+
+
+def _without_presets(composed: Composed, cls: type[DTAConfig]) -> DictConfig:
+    """Leave out the rollout settings that config groups give to every job."""
+    config = copy.copy(composed.config)
+    for key in _ROLLOUT_SECTIONS:
+        if cls is DTAGRPOConfig or key not in config:
+            continue
+        if key in composed.named:
+            raise ConfigError(
+                f"{key}: algorithm={config.algorithm} has no rollouts; leave it out"
+            )
+        with open_dict(config):
+            del config[key]
     return config
 
 

@@ -1,7 +1,4 @@
-"""The process that holds the trainer. Started by `areal_dta.launch`.
-
-Importing AReaL takes seconds, so what can be refused without it is refused first.
-"""
+"""The process that holds the trainer. Started by `areal_dta.launch`."""
 
 from __future__ import annotations
 
@@ -13,89 +10,29 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from areal_dta.compose import (
-    Composed,
-    ConfigError,
-    compose,
-    find_config,
-    one_line,
-    run_dir,
-)
-from areal_dta.hardware import detect_hardware
+from areal_dta.compose import ConfigError
+from areal_dta.prepare import Job, prepare
 from areal_dta.report.events import EventWriter
 from areal_dta.report.metrics import MetricsWriter, StepMetrics
 
 if TYPE_CHECKING:
-    from areal_dta.config import DTAGRPOConfig
+    from areal_dta.config import DTAConfig, DTAGRPOConfig
+    from areal_dta.watched_trainer import WatchedTrainer
 
 
 class Stopped(KeyboardInterrupt):
     """The launcher asked this process to end."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A checked configuration with its data, ready to start."""
-
-    config: DTAGRPOConfig
-    composed: Composed
-    tokenizer: Any
-    train_dataset: Any
-    valid_dataset: Any
-    num_steps: int
-    notes: tuple[str, ...]
-    """For the user: what was chosen, and what was switched off."""
-
-    @property
-    def run_dir(self) -> Path:
-        return run_dir(self.composed)
-
-
-def prepare(config_name: str, overrides: Sequence[str]) -> Job:
-    """Compose, check, and load the data. Starts nothing.
-
-    Raises:
-        ConfigError: it cannot work.
-    """
-    composed = compose(find_config(config_name), overrides)
-    notes = []
-    if composed.choices.get("hardware") == "auto":
-        found = detect_hardware()
-        notes.append(f"hardware=auto: {found.reason}, using hardware={found.choice}")
-        composed = compose(composed.file, [*overrides, f"hardware={found.choice}"])
-    if composed.choices.get("hardware") == "cpu":
-        # AReaL compiles at import: seconds of start-up that nothing repays on a CPU.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also where there is a GPU
-
-    from areal_dta.config import actor_backend, rollout_backend, to_structured
-    from areal_dta.preflight import check_config, gpu_note, num_steps
-
-    config = to_structured(composed)
-    notes += check_config(config, composed)
-    notes += gpu_note(actor_backend(config), rollout_backend(config))
-    tokenizer, train, valid = _load_data(config)
-    return Job(
-        config=config,
-        composed=composed,
-        tokenizer=tokenizer,
-        train_dataset=train,
-        valid_dataset=valid,
-        num_steps=num_steps(config, len(train)),
-        notes=tuple(notes),
-    )
-
-
 def run(job: Job, events: EventWriter) -> None:
     """Train, and send what happens."""
-    from areal_dta.report.plan import batch_meter
-    from areal_dta.trainer import DTATrainer
+    from areal_dta.config import DTAGRPOConfig, train_sections
+    from areal_dta.report.batch import batch_meter
 
     config = job.config
     save_config(config, job.run_dir / "config.yaml")
@@ -113,10 +50,11 @@ def run(job: Job, events: EventWriter) -> None:
         assert main_thread is not None
         signal.pthread_kill(main_thread, signal.SIGTERM)
 
-    events.send(
-        "status", text=f"starting {config.actor.backend} and {config.rollout.backend}"
-    )
-    trainer = DTATrainer(
+    backends = [section.config.backend for section in train_sections(config)]
+    if isinstance(config, DTAGRPOConfig):
+        backends.append(config.rollout.backend)
+    events.send("status", text=f"starting {', '.join(backends)}")
+    trainer = trainer_class(config.algorithm)(
         config,
         job.train_dataset,
         job.valid_dataset,
@@ -126,18 +64,37 @@ def run(job: Job, events: EventWriter) -> None:
     )
     try:
         events.send("status", text="training")
-        trainer.train(
-            workflow=config.workflow,
-            eval_workflow=config.workflow if job.valid_dataset is not None else None,
-            workflow_kwargs=workflow_kwargs(config, config.gconfig),
-            eval_workflow_kwargs=workflow_kwargs(config, config.eval_gconfig),
-        )
+        if isinstance(config, DTAGRPOConfig):
+            trainer.train(**rollout_arguments(config, job.valid_dataset is not None))
+        else:
+            trainer.train()
         events.send("done", checkpoint=trainer.last_checkpoint)
     finally:
         if config.scheduler.type == "local":
             trainer.flush()  # the launcher ends the workers, faster and for certain
         else:
             trainer.close()
+
+
+def trainer_class(algorithm: str) -> type[WatchedTrainer]:
+    """Our trainer of `config.algorithm`."""
+    if algorithm == "ppo":
+        from areal_dta.trainer import DTATrainer
+
+        return DTATrainer
+    from areal_dta.supervised_trainer import TRAINERS
+
+    return TRAINERS[algorithm]
+
+
+def rollout_arguments(config: DTAGRPOConfig, evaluates: bool) -> dict[str, Any]:
+    """Of the trainer's `train`."""
+    return {
+        "workflow": config.workflow,
+        "eval_workflow": config.workflow if evaluates else None,
+        "workflow_kwargs": workflow_kwargs(config, config.gconfig),
+        "eval_workflow_kwargs": workflow_kwargs(config, config.eval_gconfig),
+    }
 
 
 def workflow_kwargs(config: DTAGRPOConfig, gconfig: Any) -> dict[str, Any]:
@@ -150,7 +107,7 @@ def workflow_kwargs(config: DTAGRPOConfig, gconfig: Any) -> dict[str, Any]:
     }
 
 
-def save_config(config: DTAGRPOConfig, path: Path) -> None:
+def save_config(config: DTAConfig, path: Path) -> None:
     """The whole resolved configuration, AReaL's defaults included."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
@@ -161,33 +118,6 @@ def brief(error: Exception, limit: int = 300) -> str:
     first = next((line for line in str(error).splitlines() if line.strip()), "")
     text = f"{type(error).__name__}: {first.strip()}"
     return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def _load_data(config: DTAGRPOConfig) -> tuple[Any, Any, Any]:
-    from areal.utils.hf_utils import load_hf_tokenizer
-
-    from areal_dta.preflight import load_object
-
-    load = load_object(config.dataset_fn, "dataset_fn")
-    tokenizer = load_hf_tokenizer(config.tokenizer_path or config.actor.path)
-    datasets: list[Any] = []
-    for key in ("train_dataset", "valid_dataset"):
-        section = getattr(config, key)
-        if section is None:
-            datasets.append(None)
-            continue
-        try:
-            dataset = load(
-                section.path,
-                split=section.split,
-                tokenizer=tokenizer,
-                max_length=section.max_length,
-                **section.dataset_kwargs,
-            )
-        except (ValueError, TypeError) as e:
-            raise ConfigError(f"{key}: {one_line(e)}") from e
-        datasets.append(dataset)
-    return tokenizer, datasets[0], datasets[1]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -210,6 +140,7 @@ def main(argv: Sequence[str]) -> int:
             events.send("note", text=note)
         events.send(
             "start",
+            algorithm=job.config.algorithm,
             num_steps=job.num_steps,
             note=job.config.note,
             launch=dataclasses.asdict(job.config.launch),

@@ -35,7 +35,7 @@ from areal_dta.compose import (
 from areal_dta.processes.supervisor import Event, Supervisor
 from areal_dta.report.alerts import AlertReader
 from areal_dta.report.metrics import StepMetrics, read_metrics
-from areal_dta.report.plot import plot_rewards
+from areal_dta.report.plot import plot_losses, plot_rewards
 from areal_dta.report.table import RunView
 
 # Until the job has told those of its configuration.
@@ -55,7 +55,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     parser = _Parser(
         prog="python -m areal_dta.launch",
-        description="Train a language model by RL on prefix trees.",
+        description="Train a language model on prefix trees: RL, SFT, DPO, rewards.",
         epilog="Overrides follow Hydra's grammar: actor.optimizer.lr=1e-5, and options "
         "of config groups: hardware=auto|cpu|gpu, model=tiny|qwen3-1.7b|...",
         allow_abbrev=False,
@@ -170,7 +170,7 @@ class Launcher:
                 self._view.message(text)
             case {"kind": "start"}:
                 self._view.message(f"log of all processes: {self.log_path}", "dim")
-                self._view.set_num_steps(event["num_steps"])
+                self._view.set_run(event["num_steps"], event["algorithm"])
                 self._note = event["note"]
                 self._limits = event["launch"]
                 self._expect("the first step", "startup_timeout_seconds")
@@ -215,10 +215,13 @@ class Launcher:
         steps = read_metrics(metrics_path) if metrics_path.exists() else []
         say = self._console.print
         if steps:
-            plot = self.directory / "reward.png"
             title = f"{self.directory.parent.name} / {self.directory.name}"
-            if plot_rewards(steps, plot, title, self._note):
-                say(f"reward curve  {plot}", soft_wrap=True, highlight=False)
+            for name, plot in (("reward", plot_rewards), ("loss", plot_losses)):
+                path = self.directory / f"{name}.png"
+                if plot(steps, path, title, self._note):
+                    label = f"{name} curve"
+                    say(f"{label:<13} {path}", soft_wrap=True, highlight=False)
+                    break  # a policy's loss tells nothing beside its reward
             say(f"metrics       {metrics_path}", soft_wrap=True, highlight=False)
         if self._checkpoint is not None:
             say(f"checkpoint    {self._checkpoint}", soft_wrap=True, highlight=False)
@@ -252,8 +255,8 @@ def dry_run(composed: Composed, overrides: Sequence[str]) -> str:
         ConfigError: it cannot work.
     """
     with _quiet():  # AReaL logs to standard output while it is imported
-        from areal_dta.job import prepare
-        from areal_dta.report.plan import config_text, plan_text
+        from areal_dta.prepare import prepare
+        from areal_dta.run_plan import config_text, plan_text
 
         job = prepare(str(composed.file), overrides)
         parts = [
@@ -316,13 +319,15 @@ def _quiet() -> Iterator[None]:
 
 
 def _summary(steps: Sequence[StepMetrics], first: int = 5, last: int = 10) -> str:
-    rewards = [m.reward for m in steps if m.reward is not None]
-    if len(rewards) < first + last:
+    name, values = "reward", [m.reward for m in steps if m.reward is not None]
+    if not values:
+        name, values = "loss", [m.loss for m in steps if m.loss is not None]
+    if len(values) < first + last:
         return ""
-    start = sum(rewards[:first]) / first
-    end = sum(rewards[-last:]) / last
+    start = sum(values[:first]) / first
+    end = sum(values[-last:]) / last
     return (
-        f"reward        {start:.3f} (first {first} steps) -> {end:.3f} (last {last}), "
+        f"{name:<13} {start:.3f} (first {first} steps) -> {end:.3f} (last {last}), "
         f"{end - start:+.3f}"
     )
 

@@ -14,8 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-from areal.api.cli_args import PPOActorConfig
-
+from areal_dta.backends import Backend
 from areal_dta.compose import (
     Composed,
     ConfigError,
@@ -24,21 +23,28 @@ from areal_dta.compose import (
     usable_cpus,
 )
 from areal_dta.config import (
-    TRAIN_BACKENDS,
-    Backend,
+    DTAConfig,
     DTAGRPOConfig,
-    actor_backend,
-    parse_backend,
+    TrainSection,
     rollout_backend,
+    train_sections,
 )
+from areal_dta.engine.choice import PAIR_KINDS, VALUE_KINDS
 from areal_dta.hardware import detect_hardware, num_gpus
+from areal_dta.preflight_rollout import (
+    check_group_norms,
+    check_reference,
+    check_rollout,
+    check_teacher,
+)
 
+_ROWS = {"ppo": "prompts", "sft": "examples", "dpo": "pairs", "rw": "pairs"}
 SCHEDULERS = ("local", "ray", "slurm")
 # What names directories, and keys in AReaL's name service.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
-def check_config(config: DTAGRPOConfig, composed: Composed) -> list[str]:
+def check_config(config: DTAConfig, composed: Composed) -> list[str]:
     """Run all checks; cheap ones first.
 
     Returns:
@@ -48,24 +54,32 @@ def check_config(config: DTAGRPOConfig, composed: Composed) -> list[str]:
         ConfigError: the first thing that cannot work.
     """
     check_names(config)
-    actor, rollout = actor_backend(config), rollout_backend(config)
-    check_hardware(config, composed, actor, rollout)
-    check_ray(config, actor, rollout)
-    check_rollout(config, rollout)
-    check_local_server(config, rollout)
-    check_batch(config, actor)
-    messages = check_engine("actor", config.actor, actor)
-    if config.ref is not None:
-        ref = parse_backend(config.ref.backend, "ref.backend", TRAIN_BACKENDS)
-        messages += check_engine("ref", config.ref, ref)
-    check_critic(config)
+    sections = train_sections(config)
+    rollout = rollout_backend(config) if isinstance(config, DTAGRPOConfig) else None
+    check_hardware(config, composed, sections, rollout)
+    check_ray(config, sections, rollout)
+    if isinstance(config, DTAGRPOConfig):
+        assert rollout is not None
+        check_rollout(config, rollout)
+        check_group_norms(config)
+        check_teacher(config)
+    check_steps(config)
+    messages = []
+    for section in sections:
+        check_batch(config, section)
+        check_kind(section)
+        messages += check_engine(section)
+    if isinstance(config, DTAGRPOConfig):
+        messages += check_reference(config)
     check_imports(config)
     check_dataset_path(config.train_dataset.path)
-    check_model_path(config.actor.path)
-    return messages
+    for section in sections:
+        check_model_path(section.config.path, f"{section.name}.path")
+        check_experts(section)
+    return messages + gpu_note(sections, rollout)
 
 
-def check_names(config: DTAGRPOConfig) -> None:
+def check_names(config: DTAConfig) -> None:
     for key in ("experiment_name", "trial_name"):
         if not _NAME.match(name := getattr(config, key)):
             raise ConfigError(
@@ -87,7 +101,10 @@ def check_names(config: DTAGRPOConfig) -> None:
 
 
 def check_hardware(
-    config: DTAGRPOConfig, composed: Composed, actor: Backend, rollout: Backend
+    config: DTAConfig,
+    composed: Composed,
+    sections: Sequence[TrainSection],
+    rollout: Backend | None,
 ) -> None:
     gpus = num_gpus()
     local = config.scheduler.type == "local"
@@ -95,37 +112,44 @@ def check_hardware(
         raise ConfigError(
             f"hardware=gpu, but {detect_hardware().reason}; use hardware=cpu"
         )
-    asked = config.actor.scheduling_spec[0].gpu > 0
-    if asked and local and actor.num_ranks > gpus:
-        raise ConfigError(
-            f"actor.backend={config.actor.backend} needs {actor.num_ranks} GPUs, this "
-            f"machine has {gpus}; use fewer ranks or hardware=cpu"
-        )
-    if not asked and config.actor.weight_update_mode == "xccl":
+    for section in sections:
+        key = f"{section.name}.backend={section.config.backend}"
+        backend = section.backend
+        asked = section.config.scheduling_spec[0].gpu > 0
+        if asked and local and backend.num_ranks > gpus:
+            raise ConfigError(
+                f"{key} needs {backend.num_ranks} GPUs, this machine has {gpus}; "
+                "use fewer ranks or hardware=cpu"
+            )
+        if not asked and backend.engine in ("megatron", "archon"):
+            raise ConfigError(
+                f"{key} needs GPUs; use {section.name}.backend=dta:d1 or fsdp:d1"
+            )
+    if rollout is None or config.actor.scheduling_spec[0].gpu > 0:
+        return
+    if config.actor.weight_update_mode == "xccl":
         raise ConfigError(
             "actor.weight_update_mode=xccl needs GPUs; "
             "use actor.weight_update_mode=disk"
         )
-    if not asked and actor.engine in ("megatron", "archon"):
-        raise ConfigError(
-            f"actor.backend={config.actor.backend} needs GPUs; "
-            "use actor.backend=dta:d1 or fsdp:d1"
-        )
-    if not asked and rollout.engine != "local":
+    if rollout.engine != "local":
         raise ConfigError(
             f"rollout.backend={config.rollout.backend} needs a GPU; "
             "use rollout.backend=local:d1, or hardware=gpu"
         )
 
 
-def check_ray(config: DTAGRPOConfig, actor: Backend, rollout: Backend) -> None:
+def check_ray(
+    config: DTAConfig, sections: Sequence[TrainSection], rollout: Backend | None
+) -> None:
     """Ray waits for ever, and says nothing, for CPUs that the machine lacks."""
     if config.scheduler.type != "ray" or "RAY_ADDRESS" in os.environ:
         return
-    wanted = (
-        actor.num_ranks * config.actor.scheduling_spec[0].cpu
-        + rollout.num_ranks * config.rollout.scheduling_spec[0].cpu
+    wanted = sum(
+        s.backend.num_ranks * s.config.scheduling_spec[0].cpu for s in sections
     )
+    if rollout is not None:
+        wanted += rollout.num_ranks * config.rollout.scheduling_spec[0].cpu
     if wanted > (present := usable_cpus()):
         raise ConfigError(
             f"scheduler.type=ray would wait for {wanted} CPUs, this machine has "
@@ -134,81 +158,81 @@ def check_ray(config: DTAGRPOConfig, actor: Backend, rollout: Backend) -> None:
         )
 
 
-def check_rollout(config: DTAGRPOConfig, rollout: Backend) -> None:
-    if rollout.engine != "local" and find_spec(rollout.engine) is None:
-        raise ConfigError(
-            f"rollout.backend={config.rollout.backend}, but {rollout.engine} is not "
-            f"installed; pip install {rollout.engine}, or use rollout.backend=local:d1"
-        )
-    if rollout.engine == "local" and config.actor.weight_update_mode != "disk":
-        raise ConfigError(
-            f"actor.weight_update_mode={config.actor.weight_update_mode}, but "
-            "rollout.backend=local takes weights from disk only; "
-            "use actor.weight_update_mode=disk"
-        )
-
-
-def check_local_server(config: DTAGRPOConfig, rollout: Backend) -> None:
-    if rollout.engine != "local":
-        return
-    try:
-        config.local.validate()
-    except ValueError as e:
-        raise ConfigError(f"local: {one_line(e)}") from e
-
-
-def check_batch(config: DTAGRPOConfig, actor: Backend) -> None:
-    batch, dp = config.train_dataset.batch_size, actor.dp_size
+def check_batch(config: DTAConfig, section: TrainSection) -> None:
+    batch, dp = config.train_dataset.batch_size, section.backend.dp_size
     if batch % dp:
         raise ConfigError(
-            f"train_dataset.batch_size={batch} prompts cannot be shared evenly by the "
-            f"{dp} trainers of actor.backend={config.actor.backend}; "
-            f"use a multiple of {dp}"
+            f"train_dataset.batch_size={batch} {_ROWS[config.algorithm]} cannot be "
+            f"shared evenly by the {dp} trainers of "
+            f"{section.name}.backend={section.config.backend}; use a multiple of {dp}"
         )
-    samples = config.gconfig.n_samples
-    for key in ("reward_norm", "adv_norm"):
-        norm = getattr(config.actor, key)
-        grouped = norm is not None and "group" in (norm.mean_level, norm.std_level)
-        if grouped and norm.group_size != samples:
-            raise ConfigError(
-                f"actor.{key}.group_size={norm.group_size} would mix prompts, since "
-                f"gconfig.n_samples={samples}; set it to ${{gconfig.n_samples}}"
-            )
+
+
+def check_steps(config: DTAConfig) -> None:
     if config.total_train_steps is not None and config.total_train_steps < 1:
         raise ConfigError(
             f"total_train_steps={config.total_train_steps}; expected >= 1"
         )
 
 
-def check_engine(name: str, section: PPOActorConfig, backend: Backend) -> list[str]:
-    if backend.engine == "dta":
+def check_kind(section: TrainSection) -> None:
+    """Settings that an algorithm needs whatever the engine."""
+    name, config = section.name, section.config
+    wanted = section.kind in VALUE_KINDS
+    if bool(config.is_critic) is not wanted:
+        what = "values" if wanted else "a language model"
+        raise ConfigError(
+            f"{name}.is_critic={str(config.is_critic).lower()}, but {name} is to train "
+            f"{what}; set {name}.is_critic={str(wanted).lower()}"
+        )
+    if section.kind in PAIR_KINDS and config.mb_spec.granularity != 2:
+        raise ConfigError(
+            f"{name}.mb_spec.granularity={config.mb_spec.granularity} would tear pairs "
+            f"apart; set {name}.mb_spec.granularity=2"
+        )
+    if section.kind == "rw" and section.backend.engine not in ("dta", "fsdp"):
+        raise ConfigError(
+            f"{name}.backend={config.backend}: AReaL's reward models fail with a "
+            f"KeyError in 1.0.4 except here; use {name}.backend=dta:dN or fsdp:dN"
+        )
+
+
+def check_engine(section: TrainSection) -> list[str]:
+    name, config, engine = section.name, section.config, section.backend.engine
+    if engine == "dta":
         from areal_dta.engine import check_actor_config
 
         try:
-            return [f"{name}: {line}" for line in check_actor_config(section)]
+            return [f"{name}: {line}" for line in check_actor_config(config)]
         except ValueError as e:
             raise ConfigError(f"{name}: {one_line(e)}") from e
-    needs_flash = section.attn_impl.startswith("flash_attention")
-    if backend.engine == "fsdp" and needs_flash and find_spec("flash_attn") is None:
+    needs_flash = config.attn_impl.startswith("flash_attention")
+    if engine == "fsdp" and needs_flash and find_spec("flash_attn") is None:
         raise ConfigError(
-            f"{name}.attn_impl={section.attn_impl}, but flash-attn is not installed; "
+            f"{name}.attn_impl={config.attn_impl}, but flash-attn is not installed; "
             f"pip install flash-attn, or use {name}.attn_impl=sdpa"
         )
     return []
 
 
-def check_critic(config: DTAGRPOConfig) -> None:
-    if config.critic is not None and not config.critic.attn_impl.startswith("flash"):
+def check_experts(section: TrainSection) -> None:
+    """`dta.router_load` counts experts, so there have to be some."""
+    from transformers import AutoConfig
+
+    if section.backend.engine != "dta" or not section.config.dta.router_load:
+        return
+    model = AutoConfig.from_pretrained(section.config.path)
+    if not any("expert" in key for key in model.to_dict()):
         raise ConfigError(
-            f"critic.attn_impl={config.critic.attn_impl}: AReaL's critic lets packed "
-            "sequences attend to one another unless it has flash attention; "
-            "leave the critic out (GRPO), or use critic.attn_impl=flash_attention_2"
+            f"{section.name}.dta.router_load=true, but {section.config.path} "
+            f"({model.model_type}) has no experts; set it false"
         )
 
 
-def check_imports(config: DTAGRPOConfig) -> None:
+def check_imports(config: DTAConfig) -> None:
     for key in ("workflow", "reward_fn", "dataset_fn"):
-        load_object(getattr(config, key), key)
+        if hasattr(config, key):
+            load_object(getattr(config, key), key)
 
 
 def load_object(path: str, key: str) -> Any:
@@ -237,40 +261,42 @@ def check_dataset_path(path: str) -> None:
         )
 
 
-def check_model_path(path: str) -> None:
+def check_model_path(path: str, key: str = "actor.path") -> None:
     """The model's configuration can be read, from a directory or from the hub."""
     from transformers import AutoConfig
 
     if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
-        raise ConfigError(f"actor.path={path} holds no config.json: not a model")
+        raise ConfigError(f"{key}={path} holds no config.json: not a model")
     if path.startswith(("/", "./", "../", "~")) and not os.path.isdir(path):
-        raise ConfigError(f"actor.path={path}: no such directory")
+        raise ConfigError(f"{key}={path}: no such directory")
     try:
         AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as e:
-        raise ConfigError(f"actor.path={path} cannot be loaded: {_brief(e)}") from e
+        raise ConfigError(f"{key}={path} cannot be loaded: {_brief(e)}") from e
 
 
-def num_steps(config: DTAGRPOConfig, num_prompts: int) -> int:
+def num_steps(config: DTAConfig, num_rows: int) -> int:
     """Training steps that the data and the limits allow.
 
     Raises:
         ConfigError: not even one.
     """
-    per_epoch = num_prompts // config.train_dataset.batch_size
+    per_epoch = num_rows // config.train_dataset.batch_size
     if per_epoch == 0:
         raise ConfigError(
-            f"train_dataset holds {num_prompts} prompts, fewer than one batch of "
+            f"train_dataset holds {num_rows} {_ROWS[config.algorithm]}, fewer than one "
+            "batch of "
             f"train_dataset.batch_size={config.train_dataset.batch_size}"
         )
     steps = per_epoch * config.total_train_epochs
     return min(steps, config.total_train_steps or steps)
 
 
-def gpu_note(actor: Backend, rollout: Backend) -> Sequence[str]:
+def gpu_note(sections: Sequence[TrainSection], rollout: Backend | None) -> list[str]:
     """What the user should know about GPUs shared by training and rollouts."""
     gpus = num_gpus()
-    wanted = actor.num_ranks + rollout.num_ranks
+    wanted = sum(section.backend.num_ranks for section in sections)
+    wanted += rollout.num_ranks if rollout is not None else 0
     if 0 < gpus < wanted:
         return [f"{wanted} processes share {gpus} GPUs"]
     return []

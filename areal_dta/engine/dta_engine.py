@@ -13,7 +13,6 @@ Invariants, and the tests that hold them (tests/engine):
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,6 +43,7 @@ from areal_dta.engine.checks import (
     check_model_config,
     effective_config,
 )
+from areal_dta.engine.flop_model import flop_model
 from areal_dta.engine.loss import MicroBatchLoss
 from areal_dta.engine.positions import ReadRule, read_positions
 from areal_dta.engine.runner import TreeRunner, is_auto
@@ -127,7 +127,7 @@ class DTAEngine(FSDPEngine):
             getattr(self, "optimizer", None),
         )
         try:
-            self._flop_model = _flop_model(self.model_config, self.config.is_critic)
+            self._flop_model = flop_model(self.model_config, self.config.is_critic)
         except ValueError as error:
             self.logger.warning(f"no dta/predicted_saving: {error}")
 
@@ -332,14 +332,6 @@ def _build_tree(batch: RankBatch) -> tuple[PrefixTree, list[int]]:
     """The tree of the non-empty rows, and the row of each of its sequences."""
     sequences, row_of = batch.sequences()
     return PrefixTree.from_sequences(sequences), row_of
-
-
-def _flop_model(hf_config: Any, of_values: bool) -> FlopModel:
-    model = FlopModel.from_config(hf_config)
-    if of_values:  # one number a position, instead of a vocabulary
-        per_row = 2.0 * hf_config.hidden_size
-        model = dataclasses.replace(model, per_logit_row=per_row)
-    return model
 
 
 def _check_architecture(hf_config: Any, config: TrainEngineConfig) -> None:

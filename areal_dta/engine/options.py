@@ -63,6 +63,14 @@ class DTAOptions:
         },
     )
 
+    router_load: bool = field(
+        default=False,
+        metadata={
+            "help": "Of a mixture of experts: log how unevenly they are chosen, as "
+            "dta/expert_load_max_over_mean."
+        },
+    )
+
     def __post_init__(self) -> None:
         for name, least in (("block_tokens", 1), ("retain_tokens", 0)):
             value = getattr(self, name)

@@ -16,7 +16,9 @@ import torch
 from areal.infra.rpc.rtensor import RTensor
 from numpy.typing import NDArray
 
-from areal_dta.plan import FlopModel, Reads, build_schedule
+from areal_dta.config import DTAConfig
+from areal_dta.engine.flop_model import flop_model
+from areal_dta.plan import DEFAULT_BLOCK_TOKENS, FlopModel, Reads, build_schedule
 from areal_dta.tree import PrefixTree
 
 
@@ -44,17 +46,30 @@ class BatchMeter:
         block_tokens: int,
         retain_tokens: int | None,
         loss_positions_only: bool = True,
+        of_scores: bool = False,
     ) -> None:
+        """
+        Args:
+            loss_positions_only: whether the engine leaves out what no loss reads.
+            of_scores: of a reward model, which reads each sequence's last value.
+        """
         self._loss_positions_only = loss_positions_only
         self._flop_model = flop_model
         self._block_tokens = block_tokens
         self._retain_tokens = retain_tokens
+        self._of_scores = of_scores
 
     def measure(self, batch: Sequence[dict[str, Any]]) -> BatchShape:
-        """Measure a batch as AReaL's controller holds it: one dict a prompt."""
+        """Measure a batch as AReaL's controller holds it: one dict a prompt, or a
+        sequence."""
         items = _fetch(batch, ("input_ids", "attention_mask", "loss_mask", "rewards"))
         sequences = [s for item in items for s in _rows(item, "input_ids")]
-        rewards = [float(r) for item in items for r in item["rewards"].flatten()]
+        rewards = [
+            float(reward)
+            for item in items
+            if "rewards" in item
+            for reward in item["rewards"].flatten()
+        ]
         positions = None
         if self._loss_positions_only and all("loss_mask" in item for item in items):
             # token-aligned: the loss reads the output before a token that is learned
@@ -75,7 +90,7 @@ class BatchMeter:
                 tree,
                 self._block_tokens,
                 self._retain_tokens,
-                reads=None if positions is None else Reads.at(tree, positions),
+                reads=self._reads(tree, positions),
             )
             saving = 1.0 - 1.0 / self._flop_model.saving(tree, schedule)
         return BatchShape(
@@ -86,6 +101,42 @@ class BatchMeter:
             predicted_saving=saving,
             reward=sum(rewards) / len(rewards) if rewards else None,
         )
+
+    def _reads(
+        self, tree: PrefixTree, positions: Sequence[NDArray[np.bool_]] | None
+    ) -> Reads | None:
+        if not self._of_scores:
+            return None if positions is None else Reads.at(tree, positions)
+        if not self._loss_positions_only:
+            return Reads.at_rows(tree, None)
+        lengths = map(tree.sequence_length, range(tree.num_sequences))
+        return Reads.at_rows(tree, [np.arange(n) == n - 1 for n in lengths])
+
+
+def batch_meter(config: DTAConfig) -> BatchMeter:
+    """A meter with the model and the budgets of a run."""
+    options = config.actor.dta
+    # With auto the engine fits them to its memory: blocks of the default size, and all
+    # graphs kept, are what it chooses where there is enough.
+    block, retain = options.block_tokens, options.retain_tokens
+    of_scores = config.algorithm == "rw"
+    return BatchMeter(
+        model_flops(config.actor.path, of_scores),
+        block if isinstance(block, int) else DEFAULT_BLOCK_TOKENS,
+        retain if isinstance(retain, int) else None,
+        loss_positions_only=options.positions == "auto",
+        of_scores=of_scores,
+    )
+
+
+def model_flops(model_path: str, of_scores: bool = False) -> FlopModel | None:
+    """FLOPs of a model, or None if its architecture is not one that can be counted."""
+    from transformers import AutoConfig
+
+    try:
+        return flop_model(AutoConfig.from_pretrained(model_path), of_scores)
+    except ValueError:
+        return None
 
 
 def _fetch(

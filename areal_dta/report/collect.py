@@ -8,16 +8,33 @@ from collections.abc import Mapping
 from areal_dta.report.batch import BatchShape
 from areal_dta.report.metrics import StepMetrics
 
-# The keys under which AReaL's PPO trainer and actor export what we show.
+# The keys under which AReaL's trainers and engines export what we show. Of several, the
+# one that the algorithm at hand exports.
 _REWARD = "ppo_actor/task_reward/avg"
-_LOSS = "ppo_actor/update/actor_loss/avg"
-_GRAD_NORM = "ppo_actor/update/grad_norm"
+_LOSS = (
+    "ppo_actor/update/actor_loss/avg",
+    "sft/loss/avg",
+    "dpo/loss/avg",
+    "rw/loss/avg",
+)
+_GRAD_NORM = (
+    "ppo_actor/update/grad_norm",
+    "sft/grad_norm",
+    "dpo/grad_norm",
+    "rw/grad_norm",
+)
+_ACCURACY = ("dpo/reward_accuracy/avg", "rw/correct_ratio/avg")
+_VALUE_LOSS = "ppo_critic/critic_loss/avg"
 _ROLLOUT = "timeperf/rollout"
 _UPDATE = "timeperf/update_weights"
 _TRAIN = (
+    "timeperf/critic_values",
+    "timeperf/ref_logp",
+    "timeperf/teacher_logp",
     "timeperf/recompute_logp",
     "timeperf/compute_advantage",
     "timeperf/train_step",
+    "timeperf/critic_train_step",
 )
 
 
@@ -42,8 +59,8 @@ def step_metrics(
     return StepMetrics(
         step=step,
         reward=reward,
-        loss=_get(stats, _LOSS),
-        grad_norm=_get(stats, _GRAD_NORM),
+        loss=_get(stats, *_LOSS),
+        grad_norm=_get(stats, *_GRAD_NORM),
         sequence_tokens=shape.sequence_tokens if shape else None,
         tree_tokens=shape.tree_tokens if shape else None,
         sharing_ratio=shape.sharing_ratio if shape else None,
@@ -53,9 +70,11 @@ def step_metrics(
         update_seconds=_get(stats, _UPDATE),
         predicted_saving=shape.predicted_saving if shape else None,
         num_sequences=shape.num_sequences if shape else None,
+        accuracy=_get(stats, *_ACCURACY),
+        value_loss=_get(stats, _VALUE_LOSS),
     )
 
 
-def _get(stats: Mapping[str, float], key: str) -> float | None:
-    value = stats.get(key)
+def _get(stats: Mapping[str, float], *keys: str) -> float | None:
+    value = next((stats[key] for key in keys if key in stats), None)
     return None if value is None or not math.isfinite(value) else float(value)

@@ -11,8 +11,8 @@ from typing import Any
 class EventWriter:
     """Sends events over a file descriptor; thread-safe.
 
-    Kinds: ``status`` (text), ``note`` (text), ``start`` (num_steps, time-outs),
-    ``step`` (a step's record), ``config_error`` and ``error`` (text),
+    Kinds: ``status`` (text), ``note`` (text), ``start`` (algorithm, num_steps,
+    time-outs), ``step`` (a step's record), ``config_error`` and ``error`` (text),
     ``done`` (checkpoint).
     """
 

@@ -17,9 +17,10 @@ class StepMetrics:
     step: int
     """Counts from 1."""
     reward: float | None
-    """Mean reward of the batch's sequences, before any normalisation."""
+    """Mean reward of the batch's sequences, before any normalisation; of rollouts."""
     loss: float | None
-    """Policy loss, a mean over the tokens that carry loss."""
+    """Of the policy and of SFT a mean over the tokens that carry loss, of DPO and of
+    reward models one over pairs."""
     grad_norm: float | None
     """Before clipping."""
     sequence_tokens: int | None
@@ -29,7 +30,7 @@ class StepMetrics:
     rollout_seconds: float | None
     """Time the trainer waited for its batch (rollouts also run while it trains)."""
     train_seconds: float | None
-    """Proximal logprobs, advantages and update."""
+    """All forward passes and updates, of the critic and the reference as well."""
     step_seconds: float | None
     """Wall clock from step to step."""
     update_seconds: float | None = None
@@ -37,6 +38,10 @@ class StepMetrics:
     predicted_saving: float | None = None
     """Share of the dense engine's FLOPs that the tree engine need not spend."""
     num_sequences: int | None = None
+    accuracy: float | None = None
+    """Share of the pairs in which the chosen one is preferred; DPO, reward models."""
+    value_loss: float | None = None
+    """Of the critic, a mean over the tokens that carry loss."""
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> StepMetrics:

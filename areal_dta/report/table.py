@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -37,19 +38,27 @@ class Column:
         return "-" if value is None else format(value * self.scale, self.format)
 
 
-COLUMNS = (
-    Column("reward", "reward", lambda m: m.reward, ".3f"),
-    Column("loss", "loss", lambda m: m.loss, "+.4f"),
+_LOSS = Column("loss", "loss", lambda m: m.loss, "+.4f")
+_REWARD = Column("reward", "reward", lambda m: m.reward, ".3f")
+_ACCURACY = Column("accu-\nracy", "accuracy", lambda m: m.accuracy, ".3f")
+_ROLLOUT = Column("rollout\ns", "rollout_s", lambda m: m.rollout_seconds, ".2f")
+_TRAIN = Column("train\ns", "train_s", lambda m: m.train_seconds, ".2f")
+_UPDATE = Column("update\ns", "update_s", lambda m: m.update_seconds, ".2f")
+_STEP = Column("step\ns", "step_s", lambda m: m.step_seconds, ".2f")
+_BATCH = (
     Column("grad\nnorm", "grad_norm", lambda m: m.grad_norm, ".3f"),
     Column("sequence\ntokens", "sequence_tokens", lambda m: m.sequence_tokens, ",.0f"),
     Column("tree\ntokens", "tree_tokens", lambda m: m.tree_tokens, ",.0f"),
     Column("sharing\nratio", "sharing", lambda m: m.sharing_ratio, ".2f"),
     Column("saving\n%", "saving_%", lambda m: m.predicted_saving, ".0f", 100.0),
-    Column("rollout\ns", "rollout_s", lambda m: m.rollout_seconds, ".2f"),
-    Column("train\ns", "train_s", lambda m: m.train_seconds, ".2f"),
-    Column("update\ns", "update_s", lambda m: m.update_seconds, ".2f"),
-    Column("step\ns", "step_s", lambda m: m.step_seconds, ".2f"),
 )
+COLUMNS: Final = {
+    "ppo": (_REWARD, _LOSS, *_BATCH, _ROLLOUT, _TRAIN, _UPDATE, _STEP),
+    "sft": (_LOSS, *_BATCH, _TRAIN, _STEP),
+    "dpo": (_LOSS, _ACCURACY, *_BATCH, _TRAIN, _STEP),
+    "rw": (_LOSS, _ACCURACY, *_BATCH, _TRAIN, _STEP),
+}
+"""By `config.algorithm`."""
 
 
 class RunView:
@@ -61,6 +70,7 @@ class RunView:
         self._started = clock()
         self._status = "starting"
         self._num_steps: int | None = None
+        self._columns: tuple[Column, ...] = COLUMNS["ppo"]
         self._steps: deque[StepMetrics] = deque(maxlen=SHOWN_STEPS)
         self._live: Live | None = None
         if console.is_terminal:
@@ -91,8 +101,9 @@ class RunView:
         if self._live is None:
             self.message(f"[{self._elapsed():.0f} s] {text}")
 
-    def set_num_steps(self, num_steps: int) -> None:
-        self._num_steps = num_steps
+    def set_run(self, num_steps: int, algorithm: str = "ppo") -> None:
+        """What is known of the run before its first step."""
+        self._num_steps, self._columns = num_steps, COLUMNS[algorithm]
 
     def step(self, metrics: StepMetrics) -> None:
         self._steps.append(metrics)
@@ -100,7 +111,7 @@ class RunView:
             self.message(self._plain_line(metrics))
 
     def _plain_line(self, metrics: StepMetrics) -> str:
-        values = "  ".join(f"{c.label} {c.text(metrics)}" for c in COLUMNS)
+        values = "  ".join(f"{c.label} {c.text(metrics)}" for c in self._columns)
         return f"step {self._step_of(metrics)}  {values}"
 
     def _step_of(self, metrics: StepMetrics) -> str:
@@ -118,11 +129,11 @@ class RunView:
         if self._steps:
             table = Table(box=None, pad_edge=False, header_style="bold")
             table.add_column("step", justify="right")
-            for column in COLUMNS:
+            for column in self._columns:
                 table.add_column(column.title, justify="right")
             for metrics in self._steps:
                 table.add_row(
-                    self._step_of(metrics), *(c.text(metrics) for c in COLUMNS)
+                    self._step_of(metrics), *(c.text(metrics) for c in self._columns)
                 )
             parts.append(table)
         if self._status:

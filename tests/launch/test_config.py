@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from areal_dta.backends import ROLLOUT_BACKENDS, TRAIN_BACKENDS, parse_backend
 from areal_dta.compose import ConfigError, compose, find_config, project_config_dir
 from areal_dta.config import (
-    ROLLOUT_BACKENDS,
-    TRAIN_BACKENDS,
     DTAGRPOConfig,
-    parse_backend,
     to_structured,
+    train_sections,
     translate_backends,
 )
 from areal_dta.job import save_config
@@ -24,7 +23,7 @@ MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 EXPERIMENTS = sorted(path.name for path in CONFIGS.glob("*.yaml"))
 
 
-def load(*overrides: str, name: str = "gsm8k_grpo.yaml") -> DTAGRPOConfig:
+def load(*overrides: str, name: str = "gsm8k_grpo.yaml") -> Any:
     return to_structured(compose(find_config(name), ["hardware=cpu", *overrides]))
 
 
@@ -44,10 +43,18 @@ def test_every_yaml_fits_the_schema(name: str, hardware: str, model: str) -> Non
     assert config.actor.path
     assert config.tokenizer_path == config.actor.path
     assert config.actor.dtype == {"cpu": "float32", "gpu": "bfloat16"}[hardware]
-    assert config.actor.reward_norm is not None
+    for section in train_sections(config):
+        assert section.config.dtype == config.actor.dtype
+        assert section.config.scheduling_spec == config.actor.scheduling_spec
+        assert section.config.disable_dropout
+    if isinstance(config, DTAGRPOConfig):
+        assert config.rollout.max_head_offpolicyness > 0
+        assert config.actor.use_decoupled_loss
+
+
+def test_grpo_normalizes_over_the_samples_of_a_prompt() -> None:
+    config = load()
     assert config.actor.reward_norm.group_size == config.gconfig.n_samples
-    assert config.rollout.max_head_offpolicyness > 0
-    assert config.actor.use_decoupled_loss
 
 
 def test_the_dense_twin_differs_in_one_line() -> None:

@@ -13,9 +13,9 @@ from areal_dta import launch
 from areal_dta.compose import project_config_dir, run_dir
 from areal_dta.config import DTAGRPOConfig
 from areal_dta.embedded import tiny_model_path
-from areal_dta.job import prepare
-from areal_dta.report.batch import BatchMeter
-from areal_dta.report.plan import flop_model, least_sharing, num_parameters
+from areal_dta.prepare import prepare
+from areal_dta.report.batch import BatchMeter, model_flops
+from areal_dta.run_plan import least_sharing, num_parameters
 from tests.launch.running import run_launcher
 
 CONFIGS = project_config_dir()
@@ -140,7 +140,7 @@ class TestCommandLine:
 
 class TestSharing:
     def config(self, samples: int, new_tokens: int, batch: int) -> DTAGRPOConfig:
-        return prepare(
+        config = prepare(
             "gsm8k_grpo.yaml",
             [
                 "hardware=cpu",
@@ -149,6 +149,8 @@ class TestSharing:
                 f"train_dataset.batch_size={batch}",
             ],
         ).config
+        assert isinstance(config, DTAGRPOConfig)
+        return config
 
     def test_lower_bound_by_hand(self) -> None:
         # Two prompts of 6 and 4 tokens, 3 answers of 5 tokens each:
@@ -167,7 +169,7 @@ class TestSharing:
         assert least.predicted_saving == pytest.approx(0.0, abs=2 / 500)
 
     def test_batch_shape_by_hand(self) -> None:
-        meter = BatchMeter(flop_model(tiny_model_path()), 512, None)
+        meter = BatchMeter(model_flops(tiny_model_path()), 512, None)
         sequences = [np.array(s) for s in ([1, 2, 3, 4], [1, 2, 5], [1, 2, 5])]
         shape = meter.measure_sequences(sequences, [1.0, 0.0, 0.5])
         assert (shape.num_sequences, shape.sequence_tokens, shape.tree_tokens) == (

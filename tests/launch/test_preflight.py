@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from areal_dta import hardware, preflight
+from areal_dta import hardware, preflight, preflight_rollout
 from areal_dta.compose import Composed, ConfigError, compose, find_config
-from areal_dta.config import DTAGRPOConfig, to_structured
+from areal_dta.config import rollout_backend, to_structured, train_sections
 from areal_dta.hardware import detect_hardware
 from areal_dta.preflight import check_config, load_object, num_steps
 
 REPOSITORY = Path(__file__).parents[2]
 
 
-def load(*overrides: str) -> tuple[DTAGRPOConfig, Composed]:
-    composed = compose(find_config("gsm8k_grpo"), ["hardware=cpu", *overrides])
+def load(*overrides: str, name: str = "gsm8k_grpo") -> tuple[Any, Composed]:
+    composed = compose(find_config(name), ["hardware=cpu", *overrides])
     return to_structured(composed), composed
 
 
-def check(*overrides: str) -> list[str]:
-    return check_config(*load(*overrides))
+def check(*overrides: str, name: str = "gsm8k_grpo") -> list[str]:
+    return check_config(*load(*overrides, name=name))
 
 
 @pytest.fixture
@@ -63,13 +64,10 @@ def test_the_main_job_passes(no_gpu: None, backend: str) -> None:
             ["actor.backend=fsdp:d1", "actor.attn_impl=flash_attention_2"],
             "flash-attn is not installed",
         ),
-        (
-            [
-                "+critic={backend: 'fsdp:d1', attn_impl: sdpa, "
-                "experiment_name: e, trial_name: t}"
-            ],
-            "lets packed sequences attend to one another",
-        ),
+        (["actor.use_lora=true"], "local takes whole checkpoints, not adapters"),
+        (["actor.kl_ctl=0.1"], "kl_ctl=0.1 needs a reference; add the section ref"),
+        (["actor.is_critic=true"], "set actor.is_critic=false"),
+        (["actor.dta.router_load=true"], "has no experts; set it false"),
         (["local.dtype=float31"], "local: dtype='float31'"),
         (["reward_fn=areal_dta.tasks.math_reward.reward"], "cannot be imported"),
         (["workflow=nonsense"], "expected package.module.name"),
@@ -81,6 +79,44 @@ def test_what_cannot_work(no_gpu: None, overrides: list[str], message: str) -> N
     with pytest.raises(ConfigError, match=message) as error:
         check(*overrides)
     assert "\n" not in str(error.value)
+
+
+PPO = {"name": "gsm8k_ppo"}
+
+
+@pytest.mark.parametrize("backend", ["dta:d2", "fsdp:d1"])
+def test_ppo_passes(no_gpu: None, backend: str) -> None:
+    sections = ("actor", "critic", "ref")
+    assert check(*(f"{s}.backend={backend}" for s in sections), **PPO) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("critic.backend=dtaa:d1", "critic.backend=dtaa:d1: unknown .* mean 'dta'"),
+        ("critic.backend=dta:d1t2", "dta is data parallel only; expected dta:d2"),
+        ("critic.backend=dta:d3", "3 trainers of critic.backend=dta:d3"),
+        ("critic.backend=megatron:d1", "use critic.backend=dta:d1 or fsdp:d1"),
+        ("critic.is_critic=false", "critic is to train values; set critic.is_critic=t"),
+        ("critic.enable_tree_training=true", "critic: .*enable_tree_training"),
+        ("critic.path=/no/such/model", "critic.path=/no/such/model: no such directory"),
+        ("ref.backend=dat:d1", "ref.backend=dat:d1: unknown .* mean 'dta'"),
+        ("ref.fsdp.offload_params=true", "ref: .*offload_params"),
+        ("ref=null", "actor.kl_ctl=0.01 needs a reference"),
+        ("+teacher={rollout: {backend: 'local:d1'}}", "does not score given tokens"),
+        ("+teacher={rollout: {backend: 'sglng:d1'}}", "mean 'sglang'"),
+        ("+teacher={rollout: {backend: 'vllm:d1'}}", "vllm is not installed"),
+    ],
+)
+def test_what_cannot_work_in_ppo(no_gpu: None, override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        check(override, **PPO)
+    assert "\n" not in str(error.value)
+
+
+def test_a_reference_that_is_not_used_is_told(no_gpu: None) -> None:
+    messages = check("actor.kl_ctl=0", **PPO)
+    assert messages == ["ref: not used, since actor.kl_ctl=0"]
 
 
 def test_ray_with_too_few_cpus(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,13 +163,13 @@ class TestHardware:
 
     def test_sharing_gpus_is_told(self, one_gpu: None) -> None:
         config, _ = load("hardware=gpu")
-        backends = preflight.actor_backend(config), preflight.rollout_backend(config)
-        assert preflight.gpu_note(*backends) == ["2 processes share 1 GPUs"]
+        note = preflight.gpu_note(train_sections(config), rollout_backend(config))
+        assert note == ["2 processes share 1 GPUs"]
 
     def test_rollout_server_that_is_not_installed(
         self, one_gpu: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(preflight, "find_spec", lambda name: None)
+        monkeypatch.setattr(preflight_rollout, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match="pip install vllm"):
             check("hardware=gpu", "rollout.backend=vllm:d1")
 

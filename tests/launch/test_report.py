@@ -126,7 +126,7 @@ class TestView:
         view, out = self.view(terminal=False)
         with view:
             view.status("training")
-            view.set_num_steps(50)
+            view.set_run(50)
             view.step(make_step(7))
             view.message("[/not markup]")
         lines = out.getvalue().splitlines()
@@ -147,7 +147,7 @@ class TestView:
     def test_table_on_a_terminal(self) -> None:
         view, out = self.view(terminal=True)
         with view:
-            view.set_num_steps(50)
+            view.set_run(50)
             view.status("training")
             for step in range(1, SHOWN_STEPS + 3):
                 view.step(make_step(step))

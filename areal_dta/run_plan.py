@@ -6,16 +6,25 @@ import json
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from areal.trainer.dpo_trainer import dpo_modeling_collate_fn
+from areal.trainer.rw_trainer import rw_modeling_collate_fn
+from areal.utils.data import collate_samples_to_list
 
-from areal_dta.config import DTAGRPOConfig, actor_backend, rollout_backend
-from areal_dta.plan import DEFAULT_BLOCK_TOKENS, FlopModel
-from areal_dta.report.batch import BatchMeter
-
-if TYPE_CHECKING:
-    from areal_dta.job import Job
+from areal_dta.backends import Backend
+from areal_dta.config import (
+    DTAConfig,
+    DTAGRPOConfig,
+    actor_backend,
+    rollout_backend,
+    train_sections,
+    uses_reference,
+)
+from areal_dta.prepare import Job
+from areal_dta.report.batch import batch_meter
 
 SAMPLED_PROMPTS = 256
 
@@ -38,29 +47,6 @@ class Sharing:
     """Mean length of a prompt."""
     sharing_ratio: float
     predicted_saving: float | None
-
-
-def flop_model(model_path: str) -> FlopModel | None:
-    """FLOPs of a model, or None if its architecture is not one that can be counted."""
-    from transformers import AutoConfig
-
-    try:
-        return FlopModel.from_config(AutoConfig.from_pretrained(model_path))
-    except ValueError:
-        return None
-
-
-def batch_meter(config: DTAGRPOConfig) -> BatchMeter:
-    options = config.actor.dta
-    # With auto the engine fits them to its memory: blocks of the default size, and all
-    # graphs kept, are what it chooses where there is enough.
-    block, retain = options.block_tokens, options.retain_tokens
-    return BatchMeter(
-        flop_model(config.actor.path),
-        block if isinstance(block, int) else DEFAULT_BLOCK_TOKENS,
-        retain if isinstance(retain, int) else None,
-        loss_positions_only=options.positions == "auto",
-    )
 
 
 def least_sharing(config: DTAGRPOConfig, prompts: list[list[int]]) -> Sharing:
@@ -114,26 +100,64 @@ def num_parameters(model_path: str) -> int | None:
 def plan_text(job: Job) -> str:
     """The plan, one aligned line an item."""
     config = job.config
-    batch, samples = config.train_dataset.batch_size, config.gconfig.n_samples
-    lines = {
-        "training": _training(config),
-        "rollouts": _rollouts(config),
-        "model": _model(config),
-        "data": f"{config.train_dataset.path}, {len(job.train_dataset):,} prompts",
-        "steps": f"{job.num_steps} of {batch} prompts x {samples} samples, "
-        f"at most {config.gconfig.max_new_tokens} new tokens",
-        **_sharing(config, sample_prompts(job)),
-        "files": str(job.run_dir),
-    }
+    lines = {"training": _training(config.actor, actor_backend(config))}
+    for section in train_sections(config)[1:]:
+        title = section.name.removesuffix(".train")
+        if title == "ref" and not uses_reference(config):
+            continue
+        lines[title] = _training(section.config, section.backend)
+    if isinstance(config, DTAGRPOConfig):
+        lines |= {
+            "rollouts": _rollouts(config),
+            "model": _model(config),
+            "data": f"{config.train_dataset.path}, {len(job.train_dataset):,} prompts",
+            "steps": f"{job.num_steps} of {config.train_dataset.batch_size} prompts x "
+            f"{config.gconfig.n_samples} samples, "
+            f"at most {config.gconfig.max_new_tokens} new tokens",
+            **_sharing(config, sample_prompts(job)),
+        }
+    else:
+        what = "examples" if config.algorithm == "sft" else "pairs"
+        lines |= {
+            "model": _model(config),
+            "data": f"{config.train_dataset.path}, {len(job.train_dataset):,} {what}",
+            "steps": f"{job.num_steps} of {config.train_dataset.batch_size} {what}",
+            **_first_batch(job),
+        }
+    lines["files"] = str(job.run_dir)
     texts = [f"  {title:<9} {text}" for title, text in lines.items()]
     return "\n".join([*texts, *(f"  {'note':<9} {note}" for note in job.notes)])
 
 
-def _training(config: DTAGRPOConfig) -> str:
-    backend = actor_backend(config)
+def first_batch(job: Job) -> list[dict[str, torch.Tensor]]:
+    """The first examples of the data set, as AReaL's trainers collate them."""
+    rows = list(islice(job.train_dataset, job.config.train_dataset.batch_size))
+    items: list[dict[str, torch.Tensor]]
+    if job.config.algorithm == "sft":
+        items = collate_samples_to_list(rows)
+    elif job.config.algorithm == "dpo":
+        items = dpo_modeling_collate_fn(rows)
+    else:
+        items = rw_modeling_collate_fn(rows)
+    return items
+
+
+def _first_batch(job: Job) -> dict[str, str]:
+    shape = batch_meter(job.config).measure(first_batch(job))
+    lines = {
+        "sharing": f"{shape.sharing_ratio:.2f} sequence tokens per tree token "
+        f"(the first {job.config.train_dataset.batch_size} of the data set)"
+    }
+    if shape.predicted_saving is not None:
+        percent = f"{100 * shape.predicted_saving:.0f} %"
+        lines["saving"] = f"{percent} of the dense engine's training FLOPs"
+    return lines
+
+
+def _training(section: Any, backend: Backend) -> str:
     text = f"{_ENGINES[backend.engine]} on {_processes(backend.num_ranks)}"
     if backend.engine == "dta":
-        options = config.actor.dta
+        options = section.dta
         kept = f"graphs of {options.retain_tokens} tokens kept"
         if options.retain_tokens is None:
             kept = "all graphs kept"
@@ -158,7 +182,7 @@ def _rollouts(config: DTAGRPOConfig) -> str:
     )
 
 
-def _model(config: DTAGRPOConfig) -> str:
+def _model(config: DTAConfig) -> str:
     count = num_parameters(config.actor.path)
     size = f", {count / 1e6:,.2f} M parameters" if count else ""
     return f"{config.actor.path}{size}, {config.actor.dtype}"
