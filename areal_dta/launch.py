@@ -319,16 +319,18 @@ def _quiet() -> Iterator[None]:
 
 
 def _summary(steps: Sequence[StepMetrics], first: int = 5, last: int = 10) -> str:
-    name, values = "reward", [m.reward for m in steps if m.reward is not None]
+    name, digits = "reward", 3
+    values = [m.reward for m in steps if m.reward is not None]
     if not values:
-        name, values = "loss", [m.loss for m in steps if m.loss is not None]
+        name, digits = "loss", 4
+        values = [m.loss for m in steps if m.loss is not None]
     if len(values) < first + last:
         return ""
     start = sum(values[:first]) / first
     end = sum(values[-last:]) / last
     return (
-        f"{name:<13} {start:.3f} (first {first} steps) -> {end:.3f} (last {last}), "
-        f"{end - start:+.3f}"
+        f"{name:<13} {start:.{digits}f} (first {first} steps) -> "
+        f"{end:.{digits}f} (last {last}), {end - start:+.{digits}f}"
     )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from areal_dta.embedded import generate_problems
 from areal_dta.embedded.problems import SPLITS
@@ -65,46 +66,60 @@ def load_dataset(
         ValueError: no such dataset, a bad line, the hub is out of reach, or no problem
             is left.
     """
-    from datasets import Dataset
-
     if max_length is not None and tokenizer is None:
         raise ValueError(
             f"max_length={max_length} needs a tokenizer to count tokens with; "
             "pass one, or leave max_length out."
         )
-    if num_problems is not None and num_problems < 1:
-        raise ValueError(f"num_problems={num_problems} must be at least 1, or None.")
-    if split not in SPLITS:
-        raise ValueError(f"split={split!r} is unknown; use one of {SPLITS}.")
-
-    if path == EMBEDDED:
-        num = num_problems or _DEFAULT_NUM_PROBLEMS[split]
-        problems: Iterable[dict[str, str]] = generate_problems(num, seed, split)
-        source = EMBEDDED
-    elif path == HUB_NAME:
-        problems = _load_hub(split)
-        source = f"{HUB_NAME}, split {split}"
-    else:
-        problems = _iter_jsonl(path)
-        source = path
+    problems, source = load_problems(path, split, num_problems, seed)
     if instruction is None:
         instruction = "" if path == EMBEDDED else BOXED_INSTRUCTION
 
     rows = []
     num_dropped = 0
-    for index, problem in enumerate(problems):
-        if index == num_problems:
-            break
+    for problem in problems:
         content = problem["question"] + instruction
         messages = [{"role": "user", "content": content}]
         if max_length is not None and tokenizer is not None:
-            if _num_prompt_tokens(tokenizer, messages) > max_length:
+            if len(prompt_ids(tokenizer, messages)) > max_length:
                 num_dropped += 1
                 continue
         rows.append({"messages": messages, "answer": final_answer(problem["answer"])})
+    return as_dataset(rows, num_dropped, max_length, source)
+
+
+def load_problems(
+    path: str, split: str, num_problems: int | None, seed: int
+) -> tuple[Iterable[dict[str, str]], str]:
+    """Problems with `question` and `answer`, and what to call them in messages.
+
+    Arguments and errors are those of `load_dataset`.
+    """
+    if num_problems is not None and num_problems < 1:
+        raise ValueError(f"num_problems={num_problems} must be at least 1, or None.")
+    if split not in SPLITS:
+        raise ValueError(f"split={split!r} is unknown; use one of {SPLITS}.")
+    if path == EMBEDDED:
+        num = num_problems or _DEFAULT_NUM_PROBLEMS[split]
+        return generate_problems(num, seed, split), EMBEDDED
+    if path == HUB_NAME:
+        return islice(_load_hub(split), num_problems), f"{HUB_NAME}, split {split}"
+    return islice(_iter_jsonl(path), num_problems), path
+
+
+def as_dataset(
+    rows: list[dict[str, Any]], num_dropped: int, max_length: int | None, source: str
+) -> Dataset:
+    """The rows that are short enough; how many were not is logged.
+
+    Raises:
+        ValueError: none is.
+    """
+    from datasets import Dataset
+
     if num_dropped:
         task_logger("gsm8k").warning(
-            "dropped %d of %d problems of %s: their prompts are longer than %d tokens.",
+            "dropped %d of %d problems of %s: they are longer than %d tokens.",
             num_dropped,
             num_dropped + len(rows),
             source,
@@ -118,6 +133,17 @@ def load_dataset(
     return Dataset.from_list(rows)
 
 
+def prompt_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
+) -> list[int]:
+    """A conversation up to where the assistant is to go on, as rollouts have it."""
+    text = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, tokenize=False
+    )
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
 def final_answer(solution: str) -> str:
     """The number after the last ``####``, without thousands separators.
 
@@ -128,15 +154,6 @@ def final_answer(solution: str) -> str:
     if match is None:
         raise ValueError(f"the answer {solution[-60:]!r} does not end in '#### N'.")
     return match[1].replace(",", "")
-
-
-def _num_prompt_tokens(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
-) -> int:
-    text = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=False
-    )
-    return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _iter_jsonl(path: str) -> Iterator[dict[str, str]]:

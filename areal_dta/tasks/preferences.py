@@ -1,0 +1,94 @@
+"""Pairs of a right and a corrupted answer, for DPO and reward models with AReaL.
+
+What is corrupted is the last result, where it is computed and where it is given, so
+that a pair shares its prompt and most of its steps:
+
+    chosen    6*9=54  54+15=69  #### 69
+    rejected  6*9=54  54+15=79  #### 79
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from typing import TYPE_CHECKING
+
+from areal_dta.tasks.gsm8k import as_dataset, load_problems, prompt_ids
+from areal_dta.tasks.supervised import example, question_messages
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+_MARK = "####"
+_SLIPS = (-10, -2, -1, 1, 2, 10)
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def load_dataset(
+    path: str,
+    split: str = "train",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_length: int | None = None,
+    *,
+    num_problems: int | None = None,
+    seed: int = 0,
+    system_prompt: str = "",
+) -> Dataset:
+    """Load problems as pairs, one a row.
+
+    Args:
+        path: as `areal_dta.tasks.supervised.load_dataset`, also the others.
+        max_length: a pair with a longer sequence is dropped.
+
+    Returns:
+        The columns that AReaL's DPO and reward trainers collate: `chosen_ids`,
+        `chosen_loss_mask`, `rejected_ids`, `rejected_loss_mask`.
+
+    Raises:
+        ValueError: no tokenizer, no such dataset, a bad line, or no problem is left.
+    """
+    if tokenizer is None:
+        raise ValueError("preference pairs need a tokenizer; pass one.")
+    problems, source = load_problems(path, split, num_problems, seed)
+    rng = random.Random(seed)
+    rows, num_dropped = [], 0
+    for problem in problems:
+        messages = question_messages(problem["question"], system_prompt)
+        prompt = prompt_ids(tokenizer, messages)
+        chosen = example(tokenizer, prompt, problem["answer"])
+        rejected = example(tokenizer, prompt, corrupted(rng, problem["answer"]))
+        longest = max(len(chosen["input_ids"]), len(rejected["input_ids"]))
+        if max_length is not None and longest > max_length:
+            num_dropped += 1
+            continue
+        rows.append(
+            {
+                "chosen_ids": chosen["input_ids"],
+                "chosen_loss_mask": chosen["loss_mask"],
+                "rejected_ids": rejected["input_ids"],
+                "rejected_loss_mask": rejected["loss_mask"],
+            }
+        )
+    return as_dataset(rows, num_dropped, max_length, source)
+
+
+def corrupted(rng: random.Random, solution: str) -> str:
+    """The solution with a slip in its result.
+
+    Args:
+        solution: ends in ``#### N``.
+    """
+    steps, _, final = solution.rpartition(_MARK)
+    result = _NUMBER.findall(final)[-1]
+    value = float(result.replace(",", ""))
+    slips = [slip for slip in _SLIPS if value + slip >= 0 or value < 0]
+    grouping = "," if "," in result else ""
+    wrong = f"{value + rng.choice(slips):{grouping}.15g}"
+
+    def replaced(match: re.Match[str]) -> str:
+        return wrong if match[0] == result else match[0]
+
+    # GSM8K gives it twice: <<6*9=54>>54
+    computed = steps.rfind("=") + 1
+    return f"{steps[:computed]}{_NUMBER.sub(replaced, steps[computed:])}{_MARK} {wrong}"

@@ -1,0 +1,71 @@
+"""Worked solutions of word problems, for supervised fine-tuning with AReaL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from areal_dta.tasks.gsm8k import as_dataset, load_problems, prompt_ids
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_dataset(
+    path: str,
+    split: str = "train",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_length: int | None = None,
+    *,
+    num_problems: int | None = None,
+    seed: int = 0,
+    system_prompt: str = "",
+) -> Dataset:
+    """Load problems with the columns `input_ids` and `loss_mask`.
+
+    Args:
+        path: as `areal_dta.tasks.gsm8k.load_dataset`, also `split`, `num_problems`
+            and `seed`.
+        tokenizer: required; its chat template renders question and solution.
+        max_length: longer examples, in tokens, are dropped, and their number is logged.
+        system_prompt: before each question; "" for none.
+
+    Returns:
+        `loss_mask` is 1 at the tokens of the solution and the end mark after it.
+
+    Raises:
+        ValueError: no tokenizer, no such dataset, a bad line, or no problem is left.
+    """
+    if tokenizer is None:
+        raise ValueError("supervised examples need a tokenizer; pass one.")
+    problems, source = load_problems(path, split, num_problems, seed)
+    rows, num_dropped = [], 0
+    for problem in problems:
+        messages = question_messages(problem["question"], system_prompt)
+        prompt = prompt_ids(tokenizer, messages)
+        row = example(tokenizer, prompt, problem["answer"])
+        if max_length is not None and len(row["input_ids"]) > max_length:
+            num_dropped += 1
+        else:
+            rows.append(row)
+    return as_dataset(rows, num_dropped, max_length, source)
+
+
+def question_messages(question: str, system_prompt: str) -> list[dict[str, str]]:
+    messages = [{"role": "user", "content": question}]
+    if system_prompt:
+        messages.insert(0, {"role": "system", "content": system_prompt})
+    return messages
+
+
+def example(
+    tokenizer: PreTrainedTokenizerBase, prompt: list[int], answer: str
+) -> dict[str, Any]:
+    """A prompt with one answer to it, tokenized as a rollout would have been: the two
+    apart from one another, and the end mark after the answer."""
+    end = tokenizer.eos_token
+    completion = tokenizer(f"{answer}{end}", add_special_tokens=False)["input_ids"]
+    return {
+        "input_ids": [*prompt, *completion],
+        "loss_mask": [0] * len(prompt) + [1] * len(completion),
+    }
