@@ -31,6 +31,7 @@ from areal_dta.executor.budget import (
     halved,
     is_out_of_memory,
     measure_graph_bytes,
+    predict_memory,
     usable_memory,
 )
 from areal_dta.plan import MemoryModel
@@ -196,10 +197,8 @@ class TreeRunner:
     def _memory_model(self) -> MemoryModel:
         if self._memory is None:
             executor = self.executor
-            memory = MemoryModel.from_config(
-                executor.model.config.get_text_config(),
-                _compute_dtype(executor.model).itemsize,
-                executor.config.logit_chunk_elements,
+            memory = predict_memory(
+                executor.model, executor.config, _compute_dtype(executor.model)
             )
             if self._lockstep is None:  # else all ranks would have to take part
                 measured = measure_graph_bytes(

@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_dta.executor.config import ExecutorConfig
+from areal_dta.executor.token_head import slab_elements
 from areal_dta.executor.tree_executor import TreeExecutor
 from areal_dta.plan import MemoryModel
 from areal_dta.tree import PrefixTree
@@ -61,6 +62,27 @@ class Budgets:
             f"{self.predicted_bytes / 2**30:.2f} GiB predicted of "
             f"{self.usable_bytes / 2**30:.2f} GiB usable"
         )
+
+
+def predict_memory(
+    model: PreTrainedModel, config: ExecutorConfig, dtype: torch.dtype | None = None
+) -> MemoryModel:
+    """What a token costs of ``model``, on the device where it is.
+
+    Args:
+        dtype: that it computes in, if not that of its parameters.
+
+    Raises:
+        ValueError: its config lacks a size; the message names it.
+    """
+    parameter = next(model.parameters())
+    chunk = config.logit_chunk_elements
+    return MemoryModel.from_config(
+        model.config.get_text_config(),
+        (dtype or parameter.dtype).itemsize,
+        chunk,
+        slab_elements(parameter.device, chunk),
+    )
 
 
 def choose_budgets(

@@ -19,7 +19,7 @@ from areal_dta.plan.flops import config_size
 from areal_dta.plan.schedule import Schedule
 
 _FP32 = 4
-# Values of a logit held while a chunk is in work, beside the logit itself, which counts
+# Values of a logit held while a slab is in work, beside the logit itself, which counts
 # with the graph: log-softmax, softmax and one product of them.
 _VALUES_PER_LOGIT = 3
 # Gradients in flight of one layer, in units of what the layer saves.
@@ -43,10 +43,16 @@ class MemoryModel:
     element_bytes: int
     """Of the compute dtype."""
     logit_chunk_elements: int = 2**25
+    logit_slab_elements: int = 2**25
+    """Logits whose softmax is taken at once."""
 
     @classmethod
     def from_config(
-        cls, config: Any, element_bytes: int, logit_chunk_elements: int = 2**25
+        cls,
+        config: Any,
+        element_bytes: int,
+        logit_chunk_elements: int = 2**25,
+        logit_slab_elements: int = 2**25,
     ) -> MemoryModel:
         """From the Hugging Face config of a Llama-like decoder.
 
@@ -91,6 +97,7 @@ class MemoryModel:
             vocab_size=config_size(config, "vocab_size"),
             element_bytes=e,
             logit_chunk_elements=logit_chunk_elements,
+            logit_slab_elements=logit_slab_elements,
         )
 
     def calibrated(self, graph_bytes: float) -> MemoryModel:
@@ -113,8 +120,11 @@ class MemoryModel:
             num_rows * self.vocab_size,
             max(self.logit_chunk_elements, self.vocab_size),
         )
+        slab = min(logits, max(self.logit_slab_elements, self.vocab_size))
         scaled = _FP32 * (self.element_bytes < _FP32)  # half precision makes a copy
-        head = logits * (max(self.element_bytes, _FP32) * _VALUES_PER_LOGIT + scaled)
+        head = slab * (max(self.element_bytes, _FP32) * _VALUES_PER_LOGIT + scaled)
+        if not training:  # else they count with the graph
+            head += logits * self.element_bytes
         layers = block_tokens * self.graph_bytes / self.num_layers
         if training:  # gradients of a layer, and of the fragment's own K/V
             layers = _BACKWARD_LAYERS * layers + block_tokens * self.kv_bytes

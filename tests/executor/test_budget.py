@@ -15,6 +15,7 @@ from areal_dta.executor.budget import (
     halved,
     is_out_of_memory,
     measure_graph_bytes,
+    predict_memory,
     usable_memory,
 )
 from areal_dta.plan import MemoryModel, build_schedule
@@ -33,7 +34,7 @@ WIDE = {
 
 
 def memory_of(model) -> MemoryModel:
-    return MemoryModel.from_config(model.config, model.dtype.itemsize)
+    return predict_memory(model, ExecutorConfig())
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3_moe"])
