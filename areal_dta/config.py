@@ -12,11 +12,13 @@ from __future__ import annotations
 import copy
 import dataclasses
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, Final, TypeVar
 
 from areal.api.cli_args import (
     DPOConfig,
     DPOEngineConfig,
+    GenerationHyperparameters,
     GRPOConfig,
     InferenceEngineConfig,
     PPOActorConfig,
@@ -44,7 +46,7 @@ from areal_dta.rollout.local import LocalServerConfig
 ALGORITHMS: Final = ("ppo", "sft", "dpo", "rw")
 """``ppo`` stands for all that learn from rollouts: GRPO, PPO, GSPO, SAPO, ..."""
 # What each trains is an engine of this kind (`areal_dta.engine.choice`).
-_KIND_OF: Final = {"ppo": "actor", "sft": "lm", "dpo": "dpo", "rw": "rw"}
+KIND_OF: Final = {"ppo": "actor", "sft": "lm", "dpo": "dpo", "rw": "rw"}
 # Sections that presets such as hardware=cpu also give to jobs without rollouts.
 _ROLLOUT_SECTIONS: Final = ("rollout", "gconfig", "local")
 
@@ -140,6 +142,13 @@ class JobFields:
     """What we add to AReaL's configuration of every experiment."""
 
     algorithm: str = "ppo"
+    schema: str = field(
+        default="",
+        metadata={
+            "help": "Import string of a recipe's configuration class: a subclass of "
+            "the algorithm's, with sections of its own."
+        },
+    )
     launch: LaunchOptions = field(default_factory=LaunchOptions)
     dataset_fn: str = field(
         default="areal_dta.tasks.gsm8k.load_dataset",
@@ -169,9 +178,36 @@ class DTAGRPOConfig(JobFields, GRPOConfig):
         default="areal_dta.tasks.math_reward.math_reward_fn",
         metadata={"help": "Import string of the reward function."},
     )
+    group_filter: str = field(
+        default="",
+        metadata={
+            "help": "Import string of a function that says whether a prompt's "
+            "trajectories are trained on; empty: all are."
+        },
+    )
     enable_thinking: bool = field(
         default=False, metadata={"help": "Passed to the model's chat template."}
     )
+
+    def workflow_arguments(self, gconfig: GenerationHyperparameters) -> dict[str, Any]:
+        """Of the rollout workflow; import strings, since workers make it.
+
+        Args:
+            gconfig: of training, or of evaluation.
+        """
+        return {
+            "reward_fn": self.reward_fn,
+            "gconfig": gconfig,
+            "tokenizer": self.tokenizer_path,
+            "enable_thinking": self.enable_thinking,
+        }
+
+    def check(self) -> None:
+        """Further checks of a recipe, before anything starts.
+
+        Raises:
+            ValueError: something cannot work; the message is one line.
+        """
 
 
 @dataclass
@@ -237,7 +273,7 @@ class TrainSection:
 
 def train_sections(config: DTAConfig) -> list[TrainSection]:
     """The sections of all models on training engines, the trained one first."""
-    kind = _KIND_OF[config.algorithm]
+    kind = KIND_OF[config.algorithm]
     sections = [TrainSection("actor", kind, config.actor)]
     if getattr(config, "critic", None) is not None:
         sections.append(TrainSection("critic", "critic", config.critic))
@@ -280,7 +316,7 @@ def translate_backends(config: ConfigT) -> ConfigT:
 def config_class(composed: Composed) -> type[DTAConfig]:
     """
     Raises:
-        ConfigError: there is no such algorithm.
+        ConfigError: there is no such algorithm or schema.
     """
     name = str(composed.config.get("algorithm", "ppo"))
     if name not in _CONFIG_CLASSES:
@@ -288,7 +324,23 @@ def config_class(composed: Composed) -> type[DTAConfig]:
             f"algorithm={name}: unknown{did_you_mean(name, ALGORITHMS)}; expected one "
             f"of {', '.join(ALGORITHMS)} (ppo: GRPO and all that learn from rollouts)"
         )
-    return _CONFIG_CLASSES[name]
+    base = _CONFIG_CLASSES[name]
+    schema = str(composed.config.get("schema") or "")
+    return _schema_class(schema, base) if schema else base
+
+
+def _schema_class(path: str, base: type[DTAConfig]) -> type[DTAConfig]:
+    module, _, name = path.rpartition(".")
+    try:
+        cls = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise ConfigError(
+            f"schema={path} cannot be imported ({one_line(e)}); "
+            "expected package.module.Class"
+        ) from e
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise ConfigError(f"schema={path} is not a subclass of {base.__name__}")
+    return cls
 
 
 def to_structured(composed: Composed) -> DTAConfig:
@@ -327,7 +379,7 @@ def _without_presets(composed: Composed, cls: type[DTAConfig]) -> DictConfig:
     """Leave out the rollout settings that config groups give to every job."""
     config = copy.copy(composed.config)
     for key in _ROLLOUT_SECTIONS:
-        if cls is DTAGRPOConfig or key not in config:
+        if issubclass(cls, DTAGRPOConfig) or key not in config:
             continue
         if key in composed.named:
             raise ConfigError(

@@ -72,6 +72,50 @@ def test_the_dense_twin_differs_in_one_line() -> None:
     assert ours.keys() == twin.keys()
 
 
+@pytest.mark.parametrize("name", ["sft", "rw"])
+def test_the_dense_twins_of_other_algorithms_differ_in_one_line(name: str) -> None:
+    ours = load(name=f"gsm8k_{name}")
+    twin = load("actor.backend=fsdp:d1", name=f"gsm8k_{name}")
+    assert ours != twin
+    ours.actor.backend = "fsdp:d1"
+    assert ours == twin
+
+
+@pytest.mark.parametrize(
+    ("name", "sections"),
+    [
+        ("gsm8k_grpo", {"actor": "actor"}),
+        ("gsm8k_ppo", {"actor": "actor", "critic": "critic", "ref": "actor"}),
+        ("gsm8k_sft", {"actor": "lm"}),
+        ("gsm8k_dpo", {"actor": "dpo", "ref": "dpo"}),
+        ("gsm8k_rw", {"actor": "rw"}),
+    ],
+)
+def test_models_on_training_engines(name: str, sections: dict[str, str]) -> None:
+    config = load(name=name)
+    assert {s.name: s.kind for s in train_sections(config)} == sections
+    translated = translate_backends(config)
+    for section in train_sections(translated):
+        assert (section.config.engine, section.config.backend) == ("dta", "fsdp:d1")
+
+
+def test_a_teacher_is_one_of_them() -> None:
+    config = load(
+        "+teacher={engine_type: train, train: {backend: 'dta:d2', experiment_name: e, "
+        "trial_name: t, path: p}}"
+    )
+    assert [s.name for s in train_sections(config)] == ["actor", "teacher.train"]
+    assert translate_backends(config).teacher.train.backend == "fsdp:d2"
+
+
+def test_presets_for_rollouts_do_not_reach_jobs_without_any() -> None:
+    composed = compose(find_config("gsm8k_sft"), ["hardware=cpu", "model=tiny"])
+    assert {"rollout", "gconfig"} < set(composed.config)
+    assert not hasattr(to_structured(composed), "rollout")
+    with pytest.raises(ConfigError, match="rollout: algorithm=sft has no rollouts"):
+        load("rollout.backend=local:d1", name="gsm8k_sft")
+
+
 def test_options_of_the_tree_engine() -> None:
     options = load("actor.dta.block_tokens=64", "actor.dta.retain_tokens=0").actor.dta
     assert (options.block_tokens, options.retain_tokens) == (64, 0)
@@ -94,6 +138,11 @@ def test_options_of_the_tree_engine() -> None:
         ("saver.mode=never", "Invalid mode 'never'"),
         ("experiment_name=???", "no value for experiment_name"),
         ("actor.path=${no.such.key}", "Interpolation key 'no.such.key' not found"),
+        (
+            "algorithm=sf",
+            r"unknown \(did you mean 'sft'\?\); expected one of",
+        ),
+        ("critic.backend=dta:d1", "no value for critic.experiment_name"),
         ("total_train_epochs=0", "total_train_epochs must be positive"),
     ],
 )
@@ -152,8 +201,9 @@ def test_translation_leaves_the_original_alone() -> None:
     assert config.actor.engine == ""
 
 
-def test_a_saved_configuration_can_be_run_again(tmp_path: Path) -> None:
-    config = load("seed=3", "actor.backend=fsdp:d1")
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_a_saved_configuration_can_be_run_again(tmp_path: Path, name: str) -> None:
+    config = load("seed=3", "actor.backend=fsdp:d1", name=name)
     save_config(config, tmp_path / "config.yaml")
     again = to_structured(compose(tmp_path / "config.yaml", []))
     assert again == config

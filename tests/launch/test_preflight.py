@@ -114,6 +114,42 @@ def test_what_cannot_work_in_ppo(no_gpu: None, override: str, message: str) -> N
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("backend", ["dta:d2", "fsdp:d1"])
+@pytest.mark.parametrize("name", ["gsm8k_sft", "gsm8k_dpo", "gsm8k_rw"])
+def test_other_algorithms_pass(no_gpu: None, name: str, backend: str) -> None:
+    assert check(f"actor.backend={backend}", name=name) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "override", "message"),
+    [
+        ("gsm8k_sft", "actor.backend=dta:d3", "32 examples cannot be shared evenly"),
+        ("gsm8k_sft", "actor.is_critic=true", "set actor.is_critic=false"),
+        ("gsm8k_dpo", "ref.backend=dat:d1", "did you mean 'dta'"),
+        ("gsm8k_dpo", "ref.backend=dta:d3", "16 pairs .* ref.backend=dta:d3"),
+        ("gsm8k_dpo", "actor.mb_spec.granularity=1", "set actor.mb_spec.granularity=2"),
+        ("gsm8k_rw", "actor.mb_spec.granularity=1", "would tear pairs apart"),
+        ("gsm8k_rw", "actor.dta.router_load=true", "has no experts"),
+        (
+            "gsm8k_rw",
+            "dataset_fn=areal_dta.no.such",
+            "cannot be imported",
+        ),
+    ],
+)
+def test_what_cannot_work_in_other_algorithms(
+    no_gpu: None, name: str, override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        check(override, name=name)
+    assert "\n" not in str(error.value)
+
+
+def test_a_reward_model_of_areal_s_that_fails(one_gpu: None) -> None:
+    with pytest.raises(ConfigError, match="use actor.backend=dta:dN or fsdp:dN"):
+        check("hardware=gpu", "actor.backend=megatron:d1", name="gsm8k_rw")
+
+
 def test_a_reference_that_is_not_used_is_told(no_gpu: None) -> None:
     messages = check("actor.kl_ctl=0", **PPO)
     assert messages == ["ref: not used, since actor.kl_ctl=0"]
