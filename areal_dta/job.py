@@ -92,18 +92,9 @@ def rollout_arguments(config: DTAGRPOConfig, evaluates: bool) -> dict[str, Any]:
     return {
         "workflow": config.workflow,
         "eval_workflow": config.workflow if evaluates else None,
-        "workflow_kwargs": workflow_kwargs(config, config.gconfig),
-        "eval_workflow_kwargs": workflow_kwargs(config, config.eval_gconfig),
-    }
-
-
-def workflow_kwargs(config: DTAGRPOConfig, gconfig: Any) -> dict[str, Any]:
-    """Arguments of the rollout workflow; import strings, since workers make it."""
-    return {
-        "reward_fn": config.reward_fn,
-        "gconfig": gconfig,
-        "tokenizer": config.tokenizer_path,
-        "enable_thinking": config.enable_thinking,
+        "workflow_kwargs": config.workflow_arguments(config.gconfig),
+        "eval_workflow_kwargs": config.workflow_arguments(config.eval_gconfig),
+        "dynamic_filter_fn": config.group_filter or None,
     }
 
 

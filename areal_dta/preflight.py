@@ -32,6 +32,7 @@ from areal_dta.config import (
 from areal_dta.engine.choice import PAIR_KINDS, VALUE_KINDS
 from areal_dta.hardware import detect_hardware, num_gpus
 from areal_dta.preflight_rollout import (
+    check_agent,
     check_group_norms,
     check_reference,
     check_rollout,
@@ -63,6 +64,7 @@ def check_config(config: DTAConfig, composed: Composed) -> list[str]:
         check_rollout(config, rollout)
         check_group_norms(config)
         check_teacher(config)
+        check_agent(config)
     check_steps(config)
     messages = []
     for section in sections:
@@ -230,9 +232,9 @@ def check_experts(section: TrainSection) -> None:
 
 
 def check_imports(config: DTAConfig) -> None:
-    for key in ("workflow", "reward_fn", "dataset_fn"):
-        if hasattr(config, key):
-            load_object(getattr(config, key), key)
+    for key in ("workflow", "reward_fn", "dataset_fn", "group_filter"):
+        if path := getattr(config, key, ""):
+            load_object(path, key)
 
 
 def load_object(path: str, key: str) -> Any:

@@ -46,6 +46,22 @@ def check_group_norms(config: DTAGRPOConfig) -> None:
             )
 
 
+def check_agent(config: DTAGRPOConfig) -> None:
+    """What an agent's model calls become, and what its recipe asks for."""
+    agent = config.rollout.agent
+    wanted = {"individual": "hf", "concat": "concat"}[agent.export_style]
+    if agent.chat_template_type != wanted:
+        raise ConfigError(
+            f"rollout.agent.export_style={agent.export_style} with chat_template_type="
+            f"{agent.chat_template_type} would train some turns twice or not at all; "
+            f"set rollout.agent.chat_template_type={wanted}"
+        )
+    try:
+        config.check()
+    except ValueError as e:
+        raise ConfigError(one_line(e)) from e
+
+
 def check_reference(config: DTAGRPOConfig) -> list[str]:
     """AReaL pays for a KL term without a reference as if it were all zero logprobs."""
     if config.ref is None and config.actor.kl_ctl > 0:

@@ -114,8 +114,9 @@ def plan_text(job: Job) -> str:
             "steps": f"{job.num_steps} of {config.train_dataset.batch_size} prompts x "
             f"{config.gconfig.n_samples} samples, "
             f"at most {config.gconfig.max_new_tokens} new tokens",
-            **_sharing(config, sample_prompts(job)),
         }
+        if "messages" in job.train_dataset.column_names:  # an agent's may have none
+            lines |= _sharing(config, sample_prompts(job))
     else:
         what = "examples" if config.algorithm == "sft" else "pairs"
         lines |= {

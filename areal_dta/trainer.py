@@ -6,10 +6,12 @@ that AReaL does not know.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+from areal.api.cli_args import AgentConfig
 from areal.infra import RolloutController
 from areal.trainer.rl_trainer import PPOTrainer
 
@@ -28,6 +30,14 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
     config: DTAGRPOConfig
     critic: Any
     teacher: Any
+
+    def __init__(self, config: DTAGRPOConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_with_secret_key(config), *args, **kwargs)
+
+    def train(self, workflow: Any = None, *args: Any, **kwargs: Any) -> None:
+        if workflow is not None and self._requires_proxy_workflow(workflow):
+            self._ensure_proxy_started()  # before it is looked up who may die
+        super().train(workflow, *args, **kwargs)
 
     def more_stats(self) -> Mapping[str, float]:
         # AReaL 1.0.4 exports those of the actor alone.
@@ -86,3 +96,12 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
             return batch
 
         return measured
+
+
+def _with_secret_key(config: DTAGRPOConfig) -> DTAGRPOConfig:
+    """A copy whose agent proxy has a key of its own: AReaL's default is public."""
+    config = deepcopy(config)
+    agent = config.rollout.agent
+    if agent.admin_api_key == AgentConfig().admin_api_key:
+        agent.admin_api_key = secrets.token_urlsafe(32)
+    return config

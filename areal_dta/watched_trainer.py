@@ -211,7 +211,9 @@ class WatchedTrainer:
         probes: dict[str, Probe] = {}
         for name in _CONTROLLERS:
             controller = getattr(self, name, None)
-            for worker in getattr(controller, "workers", []):
+            workers = [*getattr(controller, "workers", [])]
+            workers += getattr(controller, "proxy_workers", [])
+            for worker in workers:
                 port = int(worker.worker_ports[0])
                 probes[f"worker {worker.id}"] = port_probe(worker.ip, port)
         for role in ("rollout", "teacher"):

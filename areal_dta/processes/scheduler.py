@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import random
 import time
+from typing import Any
 
 import psutil
-from areal.infra.scheduler.exceptions import WorkerFailedError, WorkerTimeoutError
+from areal.infra.scheduler.exceptions import (
+    WorkerCreationError,
+    WorkerFailedError,
+    WorkerTimeoutError,
+)
 from areal.infra.scheduler.local import LocalScheduler, WorkerInfo
+
+from areal_dta.processes import proxy
 
 
 class BoundedLocalScheduler(LocalScheduler):
@@ -31,6 +38,31 @@ class BoundedLocalScheduler(LocalScheduler):
                     if "--worker-index" in child.cmdline():
                         found[worker.worker.id] = child
         return found
+
+    def fork_workers(
+        self, role: str, target_role: str, command: str | None = None
+    ) -> list[str]:
+        """As AReaL's, with our agent proxy in place of its own (`proxy` says why).
+
+        Raises:
+            WorkerCreationError: with the end of the worker's log, which AReaL leaves
+                out.
+        """
+        if command == proxy.AREAL_MODULE:
+            loopback = self.exp_config is not None and self.exp_config.launch.loopback
+            command = proxy.LOOPBACK_MODULE if loopback else proxy.MODULE
+        try:
+            return super().fork_workers(role, target_role, command)
+        except WorkerCreationError as e:
+            log = self._read_log_tail(str(self.log_dir / f"{role}.log"))
+            raise WorkerCreationError(role, f"{e}", log) from e
+
+    async def _wait_for_fork_ready(  # AReaL waits 60 s; a busy machine takes longer
+        self, session: Any, host: str, port: int, timeout: float | None = None
+    ) -> bool:
+        limit = timeout or self.startup_timeout
+        ready = super()._wait_for_fork_ready(session, host, port, limit)
+        return bool(await ready)
 
     def _allocate_ports(self, count: int) -> list[int]:
         # AReaL draws ports from the generator that the trainer seeds, so two runs with

@@ -1,6 +1,6 @@
-"""What an agent is told in a tau2 domain: its system prompt and its tools.
+"""The domains: their tasks and splits, and what an agent is told (prompt and tools).
 
-The only module that imports tau2, which is an extra (`MissingTau2Error` says so). The
+tau2 is an extra (`MissingTau2Error` says so), imported when it is first needed. The
 prompts are those of tau2's own agents, so that an agent of ours sees the same text.
 """
 
@@ -39,6 +39,9 @@ _ALL = (
     Domain("mock", "mock"),
 )
 DOMAINS = {domain.name: domain for domain in _ALL}
+
+# tau2's evaluator raises, instead of failing them, unless the agent succeeds.
+_NOT_EVALUABLE = {"mock": ("create_task_1_with_env_assertions",)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,55 @@ def load_tasks(tau2_name: str) -> dict[str, Task]:
     from tau2.registry import registry
 
     return {task.id: task for task in registry.get_tasks_loader(tau2_name)(None)}
+
+
+def task_ids(domain_name: str, split: str) -> tuple[str, ...]:
+    """The tasks of a split that can be played and evaluated, in tau2's order.
+
+    The mock domain has one set of tasks, which serves as every split.
+
+    Raises:
+        MissingTau2Error: tau2 is not installed.
+        ValueError: there is no such domain or split.
+    """
+    domain = find_domain(domain_name)
+    tasks = load_tasks(domain.tau2_name)
+    from tau2.agent.llm_agent import LLMSoloAgent
+
+    ids = _split_ids(domain, split)
+    return tuple(
+        task_id
+        for task_id in ids
+        if task_id not in _NOT_EVALUABLE.get(domain.tau2_name, ())
+        and (not domain.solo or LLMSoloAgent.check_valid_task(tasks[task_id]))
+    )
+
+
+def find_task(domain_name: str, task_id: str) -> Task:
+    """Look a task up.
+
+    Raises:
+        ValueError: there is none of that id.
+    """
+    domain = find_domain(domain_name)
+    try:
+        return load_tasks(domain.tau2_name)[task_id]
+    except KeyError:
+        raise ValueError(f"tau2 has no {domain.tau2_name} task {task_id!r}") from None
+
+
+def _split_ids(domain: Domain, split: str) -> list[str]:
+    if domain.tau2_name == "mock":
+        return list(load_tasks("mock"))
+    from tau2.registry import registry
+
+    splits = registry.get_task_splits_loader(domain.tau2_name)()
+    if split not in splits:
+        raise ValueError(
+            f"the {domain.name} domain has no split {split!r}; "
+            f"expected one of {', '.join(splits)}"
+        )
+    return list(splits[split])
 
 
 def agent_context(domain_name: str, task_id: str) -> AgentContext:

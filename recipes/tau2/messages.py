@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from recipes.replies import strip_thinking
 
 Message = dict[str, Any]
 
 # A solo agent stops by calling this tool. tau2 records the text in place of the call.
 STOP_TOOL = "done"
 STOP_TEXT = "###STOP###"
-
-_THINKING = re.compile(r"\A\s*(?:<think>)?.*?</think>\s*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +25,6 @@ class Conversation:
     """Indices of the messages that the agent's model wrote, in order."""
     tools: tuple[dict[str, Any], ...] = ()
     """OpenAI function schemas."""
-
-
-def strip_thinking(content: str) -> str:
-    """Drop the thoughts a reply opens with, as is done before anyone else reads it."""
-    return _THINKING.sub("", content, count=1)
 
 
 def agent_conversation(

@@ -1,0 +1,126 @@
+"""A client of an OpenAI-compatible server: bounded in time and in retries.
+
+Serves the agent (AReaL's proxy, or any server in an evaluation) and the simulated user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import openai
+from openai import AsyncOpenAI
+
+Message = dict[str, Any]
+
+# What servers say when the conversation has outgrown them.
+_TOO_LONG = ("max_total_tokens", "context length", "context_length", "maximum context")
+
+
+class ServerError(RuntimeError):
+    """The server is down, slow, or refuses; the message says which, and the remedy."""
+
+
+class ContextFullError(RuntimeError):
+    """The conversation no longer fits the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """Of each request. Seconds throughout."""
+
+    base_url: str
+    model: str = "default"
+    api_key: str = "none"
+    temperature: float = 1.0
+    top_p: float = 1.0
+    max_tokens: int = 512
+    timeout_seconds: float = 600.0
+    max_retries: int = 0
+    """After connection errors, time-outs, and the statuses 408, 409, 429 and 5xx."""
+    extra_body: dict[str, Any] = field(default_factory=dict)
+
+
+class ChatClient:
+    """Makes single completions."""
+
+    def __init__(
+        self,
+        options: ChatOptions,
+        name: str,
+        remedy: str,
+        http_client: Any = None,
+    ) -> None:
+        """
+        Args:
+            name: of the server, for messages, e.g. "the user model".
+            remedy: what to do when it does not answer.
+            http_client: an `httpx.AsyncClient` shared with others, and closed by
+                whoever made it.
+        """
+        self._options = options
+        self._name = name
+        self._remedy = remedy
+        self._owns_http_client = http_client is None
+        self._client = AsyncOpenAI(
+            base_url=options.base_url,
+            api_key=options.api_key,
+            timeout=options.timeout_seconds,
+            max_retries=options.max_retries,
+            http_client=http_client,
+        )
+
+    async def complete(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        tool_choice: str | None = None,
+    ) -> Message:
+        """The next assistant message, as the server sent it, without empty fields.
+
+        Raises:
+            ServerError: no answer within the time and the retries, or a refusal.
+            ContextFullError: the conversation has become too long.
+        """
+        options = self._options
+        request: dict[str, Any] = {
+            "model": options.model,
+            "messages": list(messages),
+            "temperature": options.temperature,
+            "top_p": options.top_p,
+            "max_tokens": options.max_tokens,
+            "extra_body": options.extra_body or None,
+        }
+        if tools:
+            request["tools"] = list(tools)
+            if tool_choice is not None:
+                request["tool_choice"] = tool_choice
+        try:
+            completion = await self._client.chat.completions.create(**request)
+        except openai.APITimeoutError as error:
+            waited = f"{options.timeout_seconds:g} s, {options.max_retries + 1} times"
+            raise self._error(f"did not answer within {waited}") from error
+        except openai.APIConnectionError as error:
+            cause = error.__cause__ or error
+            raise self._error(f"cannot be reached ({cause})") from error
+        except openai.APIStatusError as error:
+            if any(text in str(error) for text in _TOO_LONG):
+                raise ContextFullError(str(error)) from error
+            raise self._error(f"refused: {error!s:.300}") from error
+        except openai.APIError as error:
+            raise self._error(f"answered with nonsense: {error!s:.300}") from error
+        if not completion.choices:
+            raise self._error("answered without a choice")
+        message: Message = completion.choices[0].message.model_dump(exclude_none=True)
+        message.setdefault("content", "")
+        return message
+
+    async def close(self) -> None:
+        if self._owns_http_client:
+            await self._client.close()
+
+    def _error(self, what: str) -> ServerError:
+        return ServerError(
+            f"{self._name} at {self._options.base_url} {what}; {self._remedy}"
+        )

@@ -1,0 +1,1 @@
+"""A multi-turn agent that solves word problems with a calculator."""

@@ -1,0 +1,142 @@
+"""What a model wrote, as OpenAI messages hold it, to the words and tool calls in it.
+
+No parser of an inference server is needed: thoughts and blocks such as
+``<tool_call>{"name": ..., "arguments": ...}</tool_call>`` are taken out of the text
+here, and calls that a server did parse are accepted as they are. So an agent sees the
+same whatever serves its model.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_BLOCK = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
+# Chat control tokens that some servers leave in the text.
+_CONTROL = re.compile(r"<\|(?:im_start|im_end|endoftext)\|>")
+
+_THINKING = re.compile(r"\A\s*(?:<think>)?.*?</think>\s*", re.DOTALL)
+
+
+class Problem(StrEnum):
+    """Why a reply cannot be acted on. Each ends the episode, and is counted."""
+
+    EMPTY = "empty_message"
+    BROKEN_CALL = "broken_tool_call"
+    UNSAFE_CALL = "unsafe_tool_call"
+    CONTEXT_FULL = "context_full"
+
+
+class ReplyError(ValueError):
+    """The reply is of no use; `problem` says why."""
+
+    def __init__(self, problem: Problem, detail: str) -> None:
+        super().__init__(f"{problem}: {detail}")
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One tool call, as the model meant it."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+    """As the server named it; a call in the text has no name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A reply that can be acted on: it has a text, or calls, or both."""
+
+    text: str
+    calls: tuple[Call, ...] = ()
+
+
+def strip_thinking(content: str) -> str:
+    """Drop the thoughts a reply opens with, as is done before anyone else reads it."""
+    return _THINKING.sub("", content, count=1)
+
+
+def parse_reply(message: Mapping[str, Any]) -> Reply:
+    """Read an OpenAI assistant message.
+
+    Raises:
+        ReplyError: nothing in it, or a call that is not JSON of the right form.
+    """
+    text = _visible_text(message.get("content") or "")
+    calls = [_served_call(call) for call in message.get("tool_calls") or ()]
+    calls += [_text_call(block) for block in _BLOCK.findall(text)]
+    text = _BLOCK.sub("", text)
+    if _OPEN in text or _CLOSE in text:
+        raise ReplyError(Problem.BROKEN_CALL, f"unbalanced {_OPEN} in {text!r:.200}")
+    text = text.strip()
+    if not text and not calls:
+        raise ReplyError(Problem.EMPTY, "neither a text nor a tool call")
+    return Reply(text, tuple(calls))
+
+
+def _visible_text(content: str) -> str:
+    text = strip_thinking(_CONTROL.sub("", content))
+    # Thoughts that were cut off: all that follows is thought.
+    return text.partition("<think>")[0]
+
+
+def _served_call(call: Mapping[str, Any]) -> Call:
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        raise ReplyError(Problem.BROKEN_CALL, f"no function in {call!r:.200}")
+    call_id = str(call.get("id") or "")
+    return _call(function.get("name"), function.get("arguments"), call_id)
+
+
+def _text_call(block: str) -> Call:
+    try:
+        value = json.loads(block)
+    except (ValueError, RecursionError) as error:
+        raise ReplyError(
+            Problem.BROKEN_CALL, f"{block!r:.200} is not JSON ({error})"
+        ) from error
+    if not isinstance(value, dict):
+        raise ReplyError(Problem.BROKEN_CALL, f"{block!r:.200} is no JSON object")
+    return _call(value.get("name"), value.get("arguments"))
+
+
+def _call(name: Any, arguments: Any, call_id: str = "") -> Call:
+    if not isinstance(name, str) or not name:
+        raise ReplyError(Problem.BROKEN_CALL, f"the call's name is {name!r:.80}")
+    if isinstance(arguments, str):  # as OpenAI's API has them
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError) as error:
+            raise ReplyError(
+                Problem.BROKEN_CALL, f"arguments {arguments!r:.200} are not JSON"
+            ) from error
+    if not isinstance(arguments, dict):
+        raise ReplyError(
+            Problem.BROKEN_CALL, f"arguments {arguments!r:.200} are no JSON object"
+        )
+    return Call(name, arguments, call_id)
+
+
+def assistant_message(text: str | None, calls: Sequence[Call] = ()) -> dict[str, Any]:
+    """An OpenAI assistant message; the inverse of `parse_reply`."""
+    message: dict[str, Any] = {"role": "assistant", "content": text or ""}
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id or f"call_{index}",
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": json.dumps(call.arguments),
+                },
+            }
+            for index, call in enumerate(calls)
+        ]
+    return message

@@ -1,0 +1,174 @@
+"""tau2 agents whose messages are awaited before tau2 asks for them.
+
+tau2 is synchronous: its orchestrator calls `generate_next_message` and waits. Here
+`prepare` awaits the policy and keeps the message, and `generate_next_message` hands it
+over, so hundreds of episodes share an event loop and tau2 stays as it is.
+
+The agent keeps the OpenAI messages that it received and wrote as they were. Rebuilding
+them from tau2's would render differently, and split the prefix that calls share.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from recipes.replies import (
+    Call,
+    Problem,
+    Reply,
+    ReplyError,
+    assistant_message,
+    parse_reply,
+)
+from recipes.tau2.api import (
+    AssistantMessage,
+    Environment,
+    LLMAgent,
+    LLMSoloAgent,
+    MultiToolMessage,
+    Task,
+    ToolCall,
+    ToolMessage,
+    UserMessage,
+)
+from recipes.tau2.domains import AgentContext
+from recipes.tau2.messages import STOP_TEXT, STOP_TOOL, Message
+from recipes.tau2.policies import Policy
+
+# tau2's calculators evaluate powers as well: 9**9**9 would take minutes and all memory.
+_MAX_EXPRESSION_CHARACTERS = 200
+
+Incoming: TypeAlias = UserMessage | ToolMessage | MultiToolMessage | None
+
+
+class _PreparedTurns:
+    """What both kinds of agent share; mixed into tau2's classes."""
+
+    def start(self, context: AgentContext, policy: Policy) -> None:
+        self._context = context
+        self._policy = policy
+        self._pending: AssistantMessage | None = None
+        self._call_numbers = itertools.count()
+        self.num_turns = 0
+        self.history: list[Message] = [
+            {"role": "system", "content": context.system_prompt}
+        ]
+
+    async def prepare(self, incoming: Incoming) -> None:
+        """Let the policy answer `incoming`, which is None if the agent opens.
+
+        Raises:
+            ReplyError: the answer cannot be acted on.
+            ServerError: there is none.
+        """
+        self.history += openai_messages(incoming)
+        message = await self._policy.reply(self.history, self._context.tools)
+        self.num_turns += 1
+        self.history.append(message)
+        reply = parse_reply(message)
+        for call in reply.calls:
+            _check_safe(call)
+        self._pending = self._to_tau2(reply)
+
+    def get_init_state(self, message_history: list[Any] | None = None) -> None:
+        """tau2's hook: the messages of before the agent's first turn."""
+        for message in message_history or []:
+            self.history += openai_messages(message)
+
+    def generate_next_message(
+        self, message: Any, state: Any
+    ) -> tuple[AssistantMessage, Any]:
+        """tau2's hook: the message that `prepare` got."""
+        pending, self._pending = self._pending, None
+        assert pending is not None, "prepare() was not awaited"
+        return pending, state
+
+    def set_seed(self, seed: int) -> None:
+        """tau2's hook; the policy's server does the sampling."""
+
+    def _to_tau2(self, reply: Reply) -> AssistantMessage:
+        calls = [
+            ToolCall(
+                id=call.id or f"call_{next(self._call_numbers)}",
+                name=call.name,
+                arguments=call.arguments,
+            )
+            for call in reply.calls
+        ]
+        return AssistantMessage(
+            role="assistant", content=reply.text or None, tool_calls=calls or None
+        )
+
+
+class DialogueAgent(_PreparedTurns, LLMAgent):  # type: ignore[misc]
+    """Talks to a user."""
+
+
+class SoloAgent(_PreparedTurns, LLMSoloAgent):  # type: ignore[misc]
+    """Works on a ticket alone; stops by a tool call, which tau2 records as a text."""
+
+    def _to_tau2(self, reply: Reply) -> AssistantMessage:
+        if any(call.name == STOP_TOOL for call in reply.calls):
+            return AssistantMessage(role="assistant", content=STOP_TEXT)
+        return super()._to_tau2(reply)
+
+
+def make_agent(
+    environment: Environment,
+    task: Task,
+    solo: bool,
+    context: AgentContext,
+    policy: Policy,
+) -> DialogueAgent | SoloAgent:
+    """An agent of its own for one episode."""
+    agent: DialogueAgent | SoloAgent
+    if solo:
+        # tau2 appends its stop tool to the list that it is given.
+        agent = SoloAgent([], environment.get_policy(), task)
+    else:
+        agent = DialogueAgent([], environment.get_policy())
+    agent.start(context, policy)
+    return agent
+
+
+def _check_safe(call: Call) -> None:
+    """
+    Raises:
+        ReplyError: the call must not be carried out, and then again by the evaluator.
+    """
+    if call.name != "calculate":
+        return
+    expression = str(call.arguments.get("expression", ""))
+    if "**" in expression or len(expression) > _MAX_EXPRESSION_CHARACTERS:
+        raise ReplyError(
+            Problem.UNSAFE_CALL,
+            f"calculate({expression!r:.80}); powers and more than "
+            f"{_MAX_EXPRESSION_CHARACTERS} characters are not evaluated",
+        )
+
+
+def openai_messages(message: Any) -> list[Message]:
+    """A tau2 message as the agent's model sees it."""
+    if message is None:
+        return []
+    if isinstance(message, MultiToolMessage):
+        return [m for part in message.tool_messages for m in openai_messages(part)]
+    if isinstance(message, ToolMessage):
+        return [
+            {
+                "role": "tool",
+                "tool_call_id": message.id,
+                "content": message.content or "",
+            }
+        ]
+    if isinstance(message, UserMessage):
+        return [{"role": "user", "content": message.content or ""}]
+    calls: Sequence[ToolCall] = message.tool_calls or ()
+    return [
+        assistant_message(
+            message.content,
+            [Call(call.name, call.arguments, call.id) for call in calls],
+        )
+    ]

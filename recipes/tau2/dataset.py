@@ -1,0 +1,101 @@
+"""The tasks of a domain as AReaL's data set: a row an episode to play."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+from recipes.tau2.domains import (
+    DOMAINS,
+    MissingTau2Error,
+    agent_context,
+    find_domain,
+    task_ids,
+)
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_dataset(
+    path: str,
+    split: str = "train",
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_length: int | None = None,
+    *,
+    repeat: int = 1,
+    tasks: list[str] | None = None,
+    seed: int | None = None,
+) -> Dataset:
+    """Tasks with the columns `domain`, `task_id` and `messages` (the system prompt).
+
+    Args:
+        path: name of the domain.
+        split: "train" or "test", or another of tau2's.
+        tokenizer: counts the tokens that `max_length` is about.
+        max_length: tasks whose first prompt (instructions, tools, ticket) has more
+            tokens are refused: an episode needs room behind it.
+        repeat: how often each task comes in an epoch; the smallest splits hold less
+            than a batch.
+        tasks: only these.
+        seed: of the order of the tasks; None keeps tau2's.
+
+    Raises:
+        ValueError: no such domain, split or task, tau2 is not installed, or a prompt is
+            too long.
+    """
+    from datasets import Dataset
+
+    if path not in DOMAINS:
+        raise ValueError(
+            f"train_dataset.path={path!r} is no tau2 domain; "
+            f"expected one of {', '.join(DOMAINS)}"
+        )
+    if repeat < 1:
+        raise ValueError(f"repeat={repeat}; expected at least 1")
+    try:
+        ids = task_ids(path, split)
+    except MissingTau2Error as error:
+        raise ValueError(str(error)) from error
+    if tasks is not None:
+        if unknown := sorted(set(tasks) - set(ids)):
+            raise ValueError(
+                f"{path}, split {split}, has no usable task {', '.join(unknown)}; "
+                f"it has {', '.join(ids[:8])}{', ...' if len(ids) > 8 else ''}"
+            )
+        ids = tuple(task_id for task_id in ids if task_id in tasks)
+    if max_length is not None and tokenizer is not None:
+        _check_lengths(path, ids, tokenizer, max_length)
+    rows = [{"domain": path, "task_id": i} for _ in range(repeat) for i in ids]
+    if seed is not None:
+        random.Random(seed).shuffle(rows)
+    return Dataset.from_list(rows)
+
+
+def _check_lengths(
+    domain_name: str,
+    ids: tuple[str, ...],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+) -> None:
+    # Only a solo agent's prompt depends on the task.
+    checked = ids if find_domain(domain_name).solo else ids[:1]
+    for task_id in checked:
+        context = agent_context(domain_name, task_id)
+        text: Any = tokenizer.apply_chat_template(
+            [
+                {"role": "system", "content": context.system_prompt},
+                {"role": "user", "content": ""},
+            ],
+            tools=list(context.tools),
+            add_generation_prompt=True,
+            tokenize=False,
+        )
+        num_tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+        if num_tokens > max_length:
+            raise ValueError(
+                f"the first prompt of {domain_name} task {task_id} has {num_tokens:,} "
+                f"tokens, more than max_length={max_length:,}; raise it together with "
+                "the model's context, or take another domain (mock is the shortest)"
+            )

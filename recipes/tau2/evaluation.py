@@ -1,0 +1,192 @@
+"""Playing a set of tasks with one policy, and what is reported of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from recipes.chat import ChatClient, ChatOptions, ServerError
+from recipes.tau2.api import pass_hat_k
+from recipes.tau2.domains import Domain, find_task
+from recipes.tau2.episode import Episode, MakeUser, run_episode
+from recipes.tau2.gold import GoldScript
+from recipes.tau2.options import Tau2Options, UserOptions
+from recipes.tau2.players import limits, user_client, user_maker
+from recipes.tau2.policies import ChatPolicy, GoldPolicy, Policy, RefusePolicy
+from recipes.tau2.rewards import Reward, RewardPool
+from recipes.tau2.users import GoldUser
+
+SCRIPTS = ("gold", "refuse")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of an evaluation."""
+
+    domain: Domain
+    task_ids: tuple[str, ...]
+    policy: str
+    """One of `SCRIPTS`, or a URL."""
+    options: Tau2Options
+    trials: int = 1
+    concurrency: int = 16
+    chat: ChatOptions | None = None
+    """Of the model, if the policy is a URL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """One episode, reduced to what is reported."""
+
+    task_id: str
+    reward: float
+    termination: str
+    problem: str | None
+    num_turns: int
+    error: str | None
+    """Why the evaluator gave no verdict."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The outcome of a policy on the tasks."""
+
+    domain: str
+    policy: str
+    num_tasks: int
+    trials: int
+    pass_hat: dict[int, float]
+    floor: float
+    """Share of the tasks on which doing nothing succeeds."""
+    mean_turns: float
+    terminations: dict[str, int]
+    problems: dict[str, int]
+    num_unjudged: int
+
+
+async def play(settings: Settings, pool: RewardPool) -> list[Played]:
+    """Play every task `trials` times, some episodes at a time.
+
+    Raises:
+        ServerError: a model's server failed.
+    """
+    gate = asyncio.Semaphore(settings.concurrency)
+    client = None
+    if settings.chat is not None:
+        remedy = "start that server, or name another with --policy"
+        client = ChatClient(settings.chat, "the policy", remedy)
+    users = _users(settings)
+
+    async def one(task_id: str) -> Played:
+        async with gate:
+            episode = await _play_one(settings, task_id, client, users)
+            reward = await pool.score(episode)
+            return _reduced(episode, reward)
+
+    try:
+        async with asyncio.TaskGroup() as group:  # the first failure ends all
+            tasks = [
+                group.create_task(one(task_id))
+                for task_id in settings.task_ids
+                for _ in range(settings.trials)
+            ]
+    except* (ServerError, TimeoutError) as errors:
+        raise _first(errors) from None
+    finally:
+        for used in (client, users):
+            if used is not None:
+                await used.close()
+    return [task.result() for task in tasks]
+
+
+async def _play_one(
+    settings: Settings,
+    task_id: str,
+    client: ChatClient | None,
+    users: ChatClient | None,
+) -> Episode:
+    domain, options = settings.domain, settings.options
+    policy: Policy
+    make_user: MakeUser | None
+    if client is not None:
+        policy = ChatPolicy(client)
+        make_user = user_maker(domain, options.user, users)
+    elif settings.policy == "gold":
+        script = GoldScript(find_task(domain.name, task_id))
+        policy = GoldPolicy(script, domain.solo)
+        make_user = None if domain.solo else lambda task, environment: GoldUser(script)
+    else:
+        policy = RefusePolicy(domain.solo)
+        make_user = user_maker(domain, UserOptions(kind="rule", max_replies=1), None)
+    return await run_episode(domain, task_id, policy, make_user, limits(options))
+
+
+def _users(settings: Settings) -> ChatClient | None:
+    needed = settings.chat is not None and not settings.domain.solo
+    if needed and settings.options.user.kind == "llm":
+        return user_client(settings.options.user)
+    return None
+
+
+def _reduced(episode: Episode, reward: Reward) -> Played:
+    return Played(
+        task_id=episode.task_id,
+        reward=reward.value,
+        termination=episode.termination,
+        problem=episode.problem,
+        num_turns=episode.num_turns,
+        error=reward.error,
+    )
+
+
+def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+async def evaluate(settings: Settings) -> Report:
+    """Play the tasks, and once with `refuse` for the floor.
+
+    Raises:
+        ServerError: a model's server failed.
+    """
+    options = settings.options
+    with RewardPool(options.reward_processes, options.reward_timeout_seconds) as pool:
+        played = await play(settings, pool)
+        nothing = played
+        if settings.policy != "refuse":
+            nothing = await play(
+                replace(settings, policy="refuse", trials=1, chat=None), pool
+            )
+    return report(settings, played, nothing)
+
+
+def report(
+    settings: Settings, played: Sequence[Played], nothing: Sequence[Played]
+) -> Report:
+    """
+    Args:
+        nothing: what the `refuse` policy reached on the same tasks.
+    """
+    successes = Counter(p.task_id for p in played if p.reward > 1 - 1e-6)
+    ids, trials = settings.task_ids, settings.trials
+    return Report(
+        domain=settings.domain.name,
+        policy=settings.policy,
+        num_tasks=len(ids),
+        trials=trials,
+        pass_hat={
+            k: sum(pass_hat_k(trials, successes[i], k) for i in ids) / len(ids)
+            for k in range(1, trials + 1)
+        },
+        floor=sum(p.reward for p in nothing) / len(nothing),
+        mean_turns=sum(p.num_turns for p in played) / len(played),
+        terminations=dict(Counter(p.termination for p in played).most_common()),
+        problems=dict(Counter(p.problem for p in played if p.problem).most_common()),
+        num_unjudged=sum(p.error is not None for p in played),
+    )

@@ -1,0 +1,225 @@
+"""Simulated users whose messages are awaited before tau2 asks for them.
+
+    llm    a model behind an OpenAI-compatible URL, told what tau2's own user is told
+    rule   says what it wants, then agrees a few times, then leaves; needs no model
+    gold   carries out its part of the reference solution, for tests and upper bounds
+
+A solo domain has tau2's `DummyUser`, which says nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from recipes.chat import ChatClient, ContextFullError, ServerError
+from recipes.replies import Call, ReplyError, parse_reply
+from recipes.tau2.agents import Incoming
+from recipes.tau2.api import (
+    STOP,
+    AssistantMessage,
+    BaseUser,
+    DummyUser,
+    Environment,
+    MultiToolMessage,
+    Task,
+    ToolCall,
+    UserMessage,
+    UserSimulator,
+    UserState,
+)
+from recipes.tau2.gold import GoldScript
+from recipes.tau2.messages import Message
+
+_USELESS_REPLIES = 3  # in a row, of a user model, before it is called broken
+
+
+class User(Protocol):
+    """What the driver needs of a user that talks."""
+
+    async def prepare(self, incoming: Any) -> None:
+        """Let it answer `incoming`.
+
+        Raises:
+            ServerError: it cannot be reached, or says nothing of use.
+        """
+        ...
+
+
+class _PreparedUser(BaseUser):  # type: ignore[misc]
+    """Hands over what `prepare` made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pending: UserMessage | None = None
+
+    def get_init_state(self, message_history: list[Any] | None = None) -> UserState:
+        self._seen = list(message_history or [])
+        return UserState(system_messages=[], messages=[])
+
+    def generate_next_message(self, message: Any, state: Any) -> tuple[Any, Any]:
+        pending, self._pending = self._pending, None
+        assert pending is not None, "prepare() was not awaited"
+        return pending, state
+
+    @classmethod
+    def is_stop(cls, message: UserMessage) -> bool:
+        return bool(UserSimulator.is_stop(message))
+
+    def set_seed(self, seed: int) -> None:
+        pass
+
+
+class RuleUser(_PreparedUser):
+    """States its whole case, agrees to whatever comes, and leaves."""
+
+    def __init__(self, task: Task, max_replies: int) -> None:
+        """
+        Args:
+            max_replies: messages before the one that ends the episode.
+        """
+        super().__init__()
+        self._lines = _case(task)
+        self._max_replies = max_replies
+        self._num_replies = 0
+
+    async def prepare(self, incoming: Incoming) -> None:
+        if self._num_replies == self._max_replies:
+            text = STOP
+        elif self._num_replies < len(self._lines):
+            text = self._lines[self._num_replies]
+        else:
+            text = "Yes, please go ahead."
+        self._num_replies += 1
+        self._pending = UserMessage(role="user", content=text)
+
+
+def _case(task: Task) -> list[str]:
+    """What a user has to say, from the scenario that is written for a simulator."""
+    instructions = task.user_scenario.instructions
+    if isinstance(instructions, str):
+        return [instructions]
+    parts = (instructions.reason_for_call, instructions.known_info)
+    return [part for part in parts if part] or [instructions.task_instructions]
+
+
+class GoldUser(_PreparedUser):
+    """Carries out its actions of the reference solution, and leaves at its end."""
+
+    def __init__(self, script: GoldScript) -> None:
+        super().__init__()
+        self._script = script
+        self._num_calls = 0
+        self._greeted = False
+
+    async def prepare(self, incoming: Incoming) -> None:
+        self._pending = self._next()
+
+    def _next(self) -> UserMessage:
+        if not self._greeted:
+            self._greeted = True
+            return UserMessage(role="user", content="Please help me.")
+        if (action := self._script.next_user_action()) is not None:
+            self._num_calls += 1
+            call = ToolCall(
+                id=f"user_call_{self._num_calls}",
+                name=action.name,
+                arguments=action.arguments,
+                requestor="user",
+            )
+            return UserMessage(role="user", tool_calls=[call])
+        return UserMessage(role="user", content=STOP if self._script.done else "Done.")
+
+
+class LLMUser(_PreparedUser):
+    """tau2's user simulator, asked through an awaited request."""
+
+    def __init__(
+        self, client: ChatClient, task: Task, tools: Sequence[Any] | None
+    ) -> None:
+        super().__init__()
+        self._client = client
+        simulator = UserSimulator(
+            tools=tools, instructions=str(task.user_scenario), llm="unused"
+        )
+        self._system: Message = {"role": "system", "content": simulator.system_prompt}
+        self._schemas = tuple(tool.openai_schema for tool in tools or ())
+
+    def get_init_state(self, message_history: list[Any] | None = None) -> UserState:
+        self._state = UserState(
+            system_messages=[], messages=list(message_history or [])
+        )
+        return self._state
+
+    async def prepare(self, incoming: Incoming | AssistantMessage) -> None:
+        parts = (
+            incoming.tool_messages
+            if isinstance(incoming, MultiToolMessage)
+            else [incoming]
+        )
+        self._state.messages.extend(parts)
+        problem = ""
+        for _ in range(_USELESS_REPLIES):
+            messages = [self._system, *map(_flipped, self._state.flip_roles())]
+            try:
+                reply = parse_reply(
+                    await self._client.complete(messages, self._schemas)
+                )
+            except ReplyError as error:
+                problem = str(error)
+            except ContextFullError as error:
+                raise ServerError(
+                    f"the conversation no longer fits the user model: {error!s:.200}"
+                ) from error
+            else:
+                self._pending = _user_message(reply.text, reply.calls)
+                self._state.messages.append(self._pending)
+                return
+        raise ServerError(
+            f"the user model gave {_USELESS_REPLIES} useless replies in a row "
+            f"({problem:.200}); use a better one (tau2.user.model)"
+        )
+
+
+def _user_message(text: str, calls: Sequence[Call]) -> UserMessage:
+    tool_calls = [
+        ToolCall(
+            id=call.id or f"user_call_{index}",
+            name=call.name,
+            arguments=call.arguments,
+            requestor="user",
+        )
+        for index, call in enumerate(calls)
+    ]
+    return UserMessage(role="user", content=text or None, tool_calls=tool_calls or None)
+
+
+def _flipped(message: Any) -> Message:
+    """A message, its roles already turned around by tau2, for an OpenAI request."""
+    if message.role == "tool":
+        content = message.content or ""
+        return {"role": "tool", "tool_call_id": message.id, "content": content}
+    flipped: Message = {"role": message.role, "content": message.content or ""}
+    if message.tool_calls:
+        flipped["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.name,
+                    "arguments": json.dumps(call.arguments),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return flipped
+
+
+def user_tools(environment: Environment) -> list[Any] | None:
+    """The user's own tools, where the domain gives it any."""
+    return environment.get_user_tools() if environment.user_tools is not None else None
+
+
+def solo_user() -> DummyUser:
+    return DummyUser()

@@ -1,0 +1,159 @@
+"""The agent that AReaL's rollout workers run: one tau2 episode, one reward.
+
+AReaL starts an OpenAI proxy next to each rollout worker (`rollout.agent.mode: inline`),
+which records the tokens and logprobs of every model call of the episode. This class
+plays the episode through that proxy and returns its reward; AReaL exports the recorded
+calls as training sequences (`rollout.agent.export_style`) and hands the reward back
+from call to call (`rollout.agent.turn_discount`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from recipes.chat import ChatClient, ChatOptions
+from recipes.replies import Problem
+from recipes.tau2.domains import find_domain
+from recipes.tau2.episode import Episode, run_episode
+from recipes.tau2.options import Tau2Options, UserOptions
+from recipes.tau2.players import limits, user_client, user_maker
+from recipes.tau2.policies import ChatPolicy
+from recipes.tau2.rewards import Reward, RewardPool
+
+_TERMINATIONS = (
+    "user_stop",
+    "agent_stop",
+    "max_steps",
+    "too_many_errors",
+    "agent_error",
+)
+_PROXY_REMEDY = "see proxy-rollout.log; the rollout server may have died"
+
+_pools: dict[tuple[int, float], RewardPool] = {}
+_pools_lock = threading.Lock()
+
+
+class Tau2Workflow:
+    """Plays episodes; an import string for AReaL's `workflow`."""
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        max_new_tokens: int = 512,
+        enable_thinking: bool = False,
+    ) -> None:
+        """
+        Args:
+            options: the fields of `Tau2Options`.
+            enable_thinking: passed to the model's chat template.
+
+        Raises:
+            ValueError: an option is wrong.
+        """
+        self.options = Tau2Options(
+            **{**options, "user": UserOptions(**options.get("user", {}))}
+        )
+        self.options.validate()
+        self._sampling: dict[str, Any] = {
+            "temperature": temperature,
+            "top_p": top_p,
+            "max_tokens": max_new_tokens,
+        }
+        self._template = {"enable_thinking": enable_thinking}
+
+    async def run(self, data: Mapping[str, Any], **proxy: Any) -> float:
+        """Play the episode of one row of the data set.
+
+        Args:
+            proxy: `base_url`, `api_key` and `http_client` of AReaL's proxy.
+
+        Raises:
+            ServerError, TimeoutError: there is no result; AReaL drops the episode.
+        """
+        options = self.options
+        domain = find_domain(data["domain"])
+        chat = ChatOptions(
+            base_url=proxy["base_url"],
+            api_key=proxy["api_key"],
+            timeout_seconds=options.request_timeout_seconds,
+            extra_body={"chat_template_kwargs": self._template},
+            **self._sampling,
+        )
+        policy = ChatPolicy(
+            ChatClient(chat, "the rollout proxy", _PROXY_REMEDY, proxy["http_client"]),
+            tool_choice="none",
+        )
+        users = None
+        if options.user.kind == "llm" and not domain.solo:
+            users = user_client(options.user, proxy["http_client"])
+        episode = await run_episode(
+            domain,
+            data["task_id"],
+            policy,
+            user_maker(domain, options.user, users),
+            limits(options),
+        )
+        reward = await _pool(options).score(episode)
+        _record(episode, reward)
+        return reward.value
+
+
+def _pool(options: Tau2Options) -> RewardPool:
+    """One for all workflows of this process: AReaL makes a workflow a prompt."""
+    key = (options.reward_processes, options.reward_timeout_seconds)
+    with _pools_lock:
+        if key not in _pools:
+            _pools[key] = RewardPool(*key)
+            atexit.register(_pools[key].close)
+        return _pools[key]
+
+
+def episode_statistics(episode: Episode, reward: Reward) -> dict[str, float]:
+    """What is logged of an episode; always the same keys, so that means are shares."""
+    return {
+        "tau2/turns": float(episode.num_turns),
+        "tau2/tool_errors": float(episode.num_tool_errors),
+        "tau2/reward_error": float(reward.error is not None),
+        **{
+            f"tau2/end/{name}": float(episode.termination == name)
+            for name in _TERMINATIONS
+        },
+        **{
+            f"tau2/problem/{problem}": float(episode.problem == problem)
+            for problem in Problem
+        },
+    }
+
+
+def _record(episode: Episode, reward: Reward) -> None:
+    from areal.infra import workflow_context
+    from areal.utils import logging, stats_tracker
+
+    scope = workflow_context.stat_scope()
+    stats_tracker.get(scope).scalar(**episode_statistics(episode, reward))
+    if reward.error is not None:
+        logging.getLogger("tau2").warning(
+            "no verdict on %s task %s, reward 0: %s",
+            episode.domain,
+            episode.task_id,
+            reward.error,
+        )
+
+
+def workflow_kwargs(
+    options: Tau2Options, gconfig: Any, enable_thinking: bool
+) -> dict[str, Any]:
+    """Arguments of `Tau2Workflow`, as plain values: workers make it."""
+    return {
+        "options": asdict(options),
+        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+        "top_p": gconfig.top_p,
+        "max_new_tokens": gconfig.max_new_tokens,
+        "enable_thinking": enable_thinking,
+    }
