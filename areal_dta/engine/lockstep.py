@@ -55,6 +55,7 @@ class LockStep:
     """
 
     calls_when_empty = True
+    waits_for_others = True
 
     def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
         modules = [m for m in model.modules() if isinstance(m, FSDPModule)]

@@ -28,6 +28,11 @@ class Pace(Protocol):
         """Whether the model may be called although there is nothing to compute."""
         ...
 
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether a block's seconds hold those of other ranks."""
+        ...
+
     def traversal(
         self, schedule: Schedule, idle_call: IdleCall
     ) -> AbstractContextManager[None]:
@@ -47,6 +52,7 @@ class FreePace:
     """Calls the model at will."""
 
     calls_when_empty = False
+    waits_for_others = False
 
     def traversal(
         self, schedule: Schedule, idle_call: IdleCall

@@ -27,13 +27,14 @@ from transformers import PreTrainedModel
 
 from areal_dta.executor.attention import tree_attention
 from areal_dta.executor.block import idle_outputs
+from areal_dta.executor.block_timer import BlockTimer
 from areal_dta.executor.config import ExecutionStats, ExecutorConfig
 from areal_dta.executor.model_support import check_model_supported
 from areal_dta.executor.outputs import make_head
 from areal_dta.executor.pacing import FreePace, Pace
 from areal_dta.executor.reference import SequenceOutput, ValueOutput
 from areal_dta.executor.traversal import GroupLoss, Traversal, as_scalar
-from areal_dta.plan import Reads, Schedule, StepKind, build_schedule
+from areal_dta.plan import BlockSample, Reads, Schedule, StepKind, build_schedule
 from areal_dta.tree import PrefixTree
 
 Positions = Sequence[np.ndarray]
@@ -66,6 +67,9 @@ class TreeExecutor:
         self.pace: Pace = FreePace()
         self.last_stats: ExecutionStats | None = None
         self.last_schedule: Schedule | None = None
+        self.last_samples: list[BlockSample] = []
+        """Seconds of each block of the last call, both passes of it if it took two;
+        empty where a block waits for other ranks."""
         check_model_supported(model, training=False)
         self._head = make_head(outputs, model, self.config)
 
@@ -146,10 +150,11 @@ class TreeExecutor:
         return Reads.all(tree) if positions is None else Reads.at(tree, positions)
 
     def _forward(self, tree: PrefixTree, reads: Reads) -> Traversal:
+        self.last_samples = []
         with torch.no_grad():
             schedule = self._schedule(tree, reads, training=False)
             traversal = self._start(tree, schedule, None)
-            self._walk(traversal, schedule)
+            self._walk(tree, traversal, schedule)
         return traversal
 
     def _train(
@@ -159,12 +164,14 @@ class TreeExecutor:
         loss: GroupLoss | None,
         injected: Traversal | None,
     ) -> Traversal:
+        if injected is None:
+            self.last_samples = []
         with torch.enable_grad():
             schedule = self._schedule(tree, reads, training=True)
             traversal = self._start(tree, schedule, loss)
             if injected is not None:
                 traversal.channels = injected.channels
-            self._walk(traversal, schedule)
+            self._walk(tree, traversal, schedule)
         return traversal
 
     def _schedule(self, tree: PrefixTree, reads: Reads, training: bool) -> Schedule:
@@ -188,18 +195,22 @@ class TreeExecutor:
             self.model, self._head, self.config, tree, schedule, loss, self.pace
         )
 
-    def _walk(self, traversal: Traversal, schedule: Schedule) -> None:
+    def _walk(self, tree: PrefixTree, traversal: Traversal, schedule: Schedule) -> None:
+        timer = BlockTimer(next(self.model.parameters()).device)
         if schedule.steps or self.pace.calls_when_empty:
             with (
                 tree_attention(self.model),
                 self.pace.traversal(schedule, self._idle_call),
             ):
                 for step in schedule.steps:
-                    if step.kind is StepKind.ENTER:
-                        traversal.enter(step)
-                    else:
-                        traversal.exit(step)
+                    with timer.step():
+                        if step.kind is StepKind.ENTER:
+                            traversal.enter(step)
+                        else:
+                            traversal.exit(step)
         traversal.finish()
+        if not self.pace.waits_for_others:
+            self.last_samples += timer.samples(tree, schedule)
         if traversal.router_load is not None and self.last_stats is not None:
             load = traversal.router_load.counts
             self.last_stats = dataclasses.replace(self.last_stats, expert_load=load)
