@@ -18,13 +18,18 @@ from areal_dta.plan.pricing import FloatArray, RangePrices
 from areal_dta.tree.leaf_order import IntArray, range_min
 
 _TOLERANCE = 1e-6  # relative, of the smallest limit
-_SLACK = 2e-3
-"""By how much the slowest rank may be slower for cuts that repeat less: less than
-predictions are off."""
+DEFAULT_SLACK = 2e-3  # less than predictions are off
 
 
-def contiguous_cuts(prices: RangePrices, num_ranks: int) -> IntArray:
-    """Bounds [K + 1] of the ranges; some may be empty."""
+def contiguous_cuts(
+    prices: RangePrices, num_ranks: int, slack: float = DEFAULT_SLACK
+) -> IntArray:
+    """Bounds [K + 1] of the ranges; some may be empty.
+
+    Args:
+        slack: by how much (relative) the slowest rank may be slower than it has to be,
+            for cuts that repeat less.
+    """
     n = len(prices)
     if not n:
         return np.zeros(num_ranks + 1, np.int64)
@@ -40,7 +45,7 @@ def contiguous_cuts(prices: RangePrices, num_ranks: int) -> IntArray:
             low = limit
         else:
             high = limit
-    return _cheapest(prices, high * (1 + _SLACK), num_ranks)
+    return _cheapest(prices, high * (1 + slack), num_ranks)
 
 
 def _furthest(prices: RangePrices, limit: float, num_ranks: int) -> IntArray | None:

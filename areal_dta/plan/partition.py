@@ -2,7 +2,8 @@
 
 Three candidates are made: contiguous cuts of the depth-first order, first-fit by tree
 tokens, and balancing by sequence tokens. Each is priced as a whole (see ``pricing``
-for what is exact) and the one with the least makespan is used.
+for what is exact) and improved by moving branches between ranks (see ``refine``); the
+least makespan is used, and of those within 0.5 % of it the one that costs least in all.
 
 Invariants (tests/plan/test_partition.py):
   * every sequence is given to exactly one rank; any number of either, also none;
@@ -15,24 +16,35 @@ Invariants (tests/plan/test_partition.py):
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from areal_dta.plan.baselines import by_tokens, by_tree_tokens
 from areal_dta.plan.contiguous import contiguous_cuts
-from areal_dta.plan.pricing import Pricing, RangePrices, price_subsets, rows_in_order
+from areal_dta.plan.pricing import (
+    FloatArray,
+    Pricing,
+    RangePrices,
+    price_subsets,
+    rows_in_order,
+)
+from areal_dta.plan.refine import refine
 from areal_dta.tree.leaf_order import IntArray, LeafOrder
 
 CONTIGUOUS, TREE_TOKENS, TOKENS = "contiguous", "tree_tokens", "tokens"
-METHODS = (CONTIGUOUS, TREE_TOKENS, TOKENS)
-_TIE = 1e-3  # relative: predictions are no better
+_TIE = 5e-3  # relative, of the makespan: predictions are no better
+# Cuts that repeat less and are balanced by moves afterwards are often the better start.
+_SLACKS = (2e-2, 5e-2)
+_WEIGHTS = (0.4, 0.1, 1.0)  # see refine: which one does best differs
+_FEW_SEQUENCES = 5_000  # beyond, the first start is balanced as it is
+_HOPELESS = 1.5  # times the best makespan: no moves will make up for that
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A partition that was considered."""
+    """A partition that was considered, as its method makes it."""
 
     method: str
     makespan_seconds: float
@@ -50,7 +62,9 @@ class Plan:
     predicted_seconds: tuple[float, ...]
     """Per rank."""
     method: str
-    """The one of METHODS that was chosen."""
+    """The one of METHODS that the plan started from."""
+    num_moves: int
+    """Branches then moved or swapped between ranks."""
     num_sequence_tokens: int
     num_tree_tokens: int
     """Of all ranks' trees together."""
@@ -84,7 +98,7 @@ def partition(
     pricing: Pricing,
     rows: Sequence[int] | IntArray | None = None,
     groups: Sequence[int] | IntArray | None = None,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] | None = None,
 ) -> Plan:
     """Plan a batch.
 
@@ -94,6 +108,7 @@ def partition(
             default as many as it has tokens.
         groups: by sequence number, its prompt, as any integers; what the two methods
             of the field keep together. By default the trees below what all share.
+        methods: candidates to consider, by default all of METHODS.
 
     Raises:
         ValueError: no rank, an unknown method, or arguments that do not fit.
@@ -101,53 +116,90 @@ def partition(
     start = time.perf_counter()
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks}; expected at least 1")
-    unknown = set(methods) - set(METHODS)
-    if unknown or not methods:
+    methods = METHODS if methods is None else methods
+    if not methods or set(methods) - set(METHODS):
         raise ValueError(f"methods={list(methods)}; expected some of {list(METHODS)}")
     rows_N = rows_in_order(order, rows)
     group_N = groups_in_order(order, groups)
-    best: tuple[Candidate, IntArray, tuple[float, ...]] | None = None
-    candidates = []
-    for method in METHODS:
-        if method not in methods:
-            continue
-        if method == CONTIGUOUS:
-            bounds = contiguous_cuts(RangePrices(pricing, order, rows_N), num_ranks)
-            rank_N = np.repeat(np.arange(num_ranks), np.diff(bounds))
-        elif method == TREE_TOKENS:
-            rank_N = by_tree_tokens(order, group_N, num_ranks)
-        else:
-            rank_N = by_tokens(order, group_N, num_ranks)
+    prices = RangePrices(pricing, order, rows_N)
+    starts = [
+        (method, _MAKE[method](order, group_N, prices, num_ranks))
+        for method in METHODS
+        if method in methods
+    ]
+
+    def priced(method: str, rank_N: IntArray, num_moves: int) -> _Priced:
         seconds, tokens = price_subsets(pricing, order, rows_N, rank_N, num_ranks)
-        candidate = Candidate(
-            method, float(seconds.max()), float(seconds.sum()), int(tokens.sum())
-        )
-        candidates.append(candidate)
-        if best is None or _is_better(candidate, best[0]):
-            best = candidate, rank_N, tuple(seconds.tolist())
-    assert best is not None
-    chosen, rank_N, seconds_R = best
-    positions = np.argsort(rank_N, kind="stable")
-    ends = np.cumsum(np.bincount(rank_N, minlength=num_ranks))[:-1]
+        return _Priced(method, rank_N, num_moves, seconds, int(tokens.sum()))
+
+    plain = [priced(method, rank_N, 0) for method, rank_N in starts]
+    considered = list(plain)
+    least = min(p.makespan for p in plain)
+    if len(order) > _FEW_SEQUENCES:
+        starts = [(p.method, p.rank_N) for p in plain if p.makespan == least][:1]
+    else:
+        for slack in _SLACKS if CONTIGUOUS in methods else ():
+            bounds = contiguous_cuts(prices, num_ranks, slack)
+            starts.append((CONTIGUOUS, _ranks_of(bounds)))
+        hopeless = {p.method for p in plain if p.makespan > _HOPELESS * least}
+        starts = [(method, r) for method, r in starts if method not in hopeless]
+    for method, rank_N in starts:
+        for weight in _WEIGHTS if len(order) <= _FEW_SEQUENCES else _WEIGHTS[:1]:
+            moved = refine(pricing, order, prices, rank_N, num_ranks, weight)
+            considered.append(priced(method, *moved))
+    least = min(p.makespan for p in considered)
+    best = min(
+        (p for p in considered if p.makespan <= least * (1 + _TIE)),
+        key=lambda p: float(p.seconds.sum()),
+    )
+    positions = np.argsort(best.rank_N, kind="stable")
+    ends = np.cumsum(np.bincount(best.rank_N, minlength=num_ranks))[:-1]
     parts = np.split(order.sequence_N[positions], ends)
     return Plan(
         assignments=tuple(tuple(part.tolist()) for part in parts),
-        predicted_seconds=seconds_R,
-        method=chosen.method,
+        predicted_seconds=tuple(best.seconds.tolist()),
+        method=best.method,
+        num_moves=best.num_moves,
         num_sequence_tokens=order.num_sequence_tokens,
-        num_tree_tokens=chosen.num_tree_tokens,
-        num_repeated_tokens=chosen.num_tree_tokens - order.num_tree_tokens,
-        candidates=tuple(candidates),
+        num_tree_tokens=best.num_tree_tokens,
+        num_repeated_tokens=best.num_tree_tokens - order.num_tree_tokens,
+        candidates=tuple(
+            Candidate(p.method, p.makespan, float(p.seconds.sum()), p.num_tree_tokens)
+            for p in plain
+        ),
         planning_seconds=time.perf_counter() - start,
     )
 
 
-def _is_better(a: Candidate, b: Candidate) -> bool:
-    if a.makespan_seconds < b.makespan_seconds * (1 - _TIE):
-        return True
-    if b.makespan_seconds < a.makespan_seconds * (1 - _TIE):
-        return False
-    return a.total_seconds < b.total_seconds
+@dataclass(frozen=True, slots=True, eq=False)
+class _Priced:
+    method: str
+    rank_N: IntArray
+    num_moves: int
+    seconds: FloatArray
+    num_tree_tokens: int
+
+    @property
+    def makespan(self) -> float:
+        return float(self.seconds.max())
+
+
+def _ranks_of(bounds: IntArray) -> IntArray:
+    return np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+
+
+_MAKE: dict[str, Callable[[LeafOrder, IntArray, RangePrices, int], IntArray]] = {
+    CONTIGUOUS: lambda order, group_N, prices, num_ranks: _ranks_of(
+        contiguous_cuts(prices, num_ranks)
+    ),
+    TREE_TOKENS: lambda order, group_N, prices, num_ranks: by_tree_tokens(
+        order, group_N, num_ranks
+    ),
+    TOKENS: lambda order, group_N, prices, num_ranks: by_tokens(
+        order, group_N, num_ranks
+    ),
+}
+METHODS = tuple(_MAKE)
 
 
 def groups_in_order(
