@@ -5,23 +5,19 @@ It also serves as reference and as teacher, of which only ``compute_logp`` is ca
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from areal.engine.fsdp_engine import FSDPPPOActor
-from areal.utils.data import Normalization
 
 from areal_dta.engine.algorithm_engine import AlgorithmEngine, Trajectories
 from areal_dta.engine.batch import BatchInput
+from areal_dta.engine.dispatched import DispatchedActor
 from areal_dta.engine.dta_engine import LossFn, LossWeightFn
-from areal_dta.engine.normalization import CollectiveNormalization
 from areal_dta.engine.positions import Alignment, ReadRule
 from areal_dta.engine.prox_logp import fuses_prox_logp, with_own_prox_logp
 
-if TYPE_CHECKING:
-    from areal.api.cli_args import PPOActorConfig
 
-
-class DTAPPOActor(AlgorithmEngine, FSDPPPOActor):
+class DTAPPOActor(DispatchedActor, AlgorithmEngine, FSDPPPOActor):
     """``compute_logp``, ``compute_advantages`` and ``ppo_update`` are AReaL's own.
 
     They stand on ``forward_batch`` and ``train_batch``, which are the tree engine's.
@@ -29,14 +25,6 @@ class DTAPPOActor(AlgorithmEngine, FSDPPPOActor):
     without ``prox_logp`` are trained on their own logprobs where that is the same
     (``fuses_prox_logp``).
     """
-
-    def __init__(self, config: PPOActorConfig) -> None:
-        super().__init__(config)
-        actor = self.actor
-        for name in ("adv_norm", "reward_norm"):
-            norm = getattr(actor, name)
-            if isinstance(norm, Normalization):
-                setattr(actor, name, CollectiveNormalization(getattr(config, name)))
 
     def compute_logp(self, *args: Any, **kwargs: Any) -> Any:
         """Logprobs where the (token-aligned) loss mask is set, 0 elsewhere: AReaL

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from areal_dta.engine.algorithm_engine import AlgorithmEngine, Trajectories
 from areal_dta.engine.batch import BatchInput
+from areal_dta.engine.dispatched import DispatchedCritic
 from areal_dta.engine.dta_engine import LossFn, LossWeightFn
 from areal_dta.engine.positions import Alignment, ReadRule
 
 
-class DTAPPOCritic(AlgorithmEngine, FSDPPPOCritic):
+class DTAPPOCritic(DispatchedCritic, AlgorithmEngine, FSDPPPOCritic):
     """``compute_values`` and ``ppo_update`` are AReaL's own; see ``DTAPPOActor``."""
 
     needs_values = True

@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from areal_dta.engine.dense_rows import DenseRows
+from areal_dta.engine.dispatched import DispatchedActor, DispatchedCritic
 from areal_dta.engine.pair_rewards import PairRewards
 
 PACKED_ATTENTION = "areal_dta_packed_sdpa"
@@ -40,11 +42,11 @@ class PackedAttention(FSDPEngine):
             self.model.set_attn_implementation(PACKED_ATTENTION)
 
 
-class DensePPOActor(PackedAttention, FSDPPPOActor):
+class DensePPOActor(DispatchedActor, DenseRows, PackedAttention, FSDPPPOActor):
     """The dense twin of ``DTAPPOActor``: the same results, every sequence computed."""
 
 
-class DensePPOCritic(PackedAttention, FSDPPPOCritic):
+class DensePPOCritic(DispatchedCritic, DenseRows, PackedAttention, FSDPPPOCritic):
     """The dense twin of ``DTAPPOCritic``."""
 
 

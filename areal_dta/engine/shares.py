@@ -1,0 +1,146 @@
+"""A rank's share of a batch, as it travels and as the engine takes it.
+
+An *item* is one prompt's group, a dict of tensors [B, S]; in transit each tensor is one
+shard, fetched as a whole. A share names rows of the items that a rank was sent. What a
+rank computed for some rows of an item is a *piece*; a value of an item whose rows went
+to several ranks stays in pieces, each on its worker, until someone needs it whole.
+"""
+
+# B = rows of an item, S = its padded width
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Item = dict[str, Any]
+
+PIECES: Final = "areal_dta_pieces"
+"""Marks a value in pieces: {PIECES: [tensor [b, s], ...], ROWS: text}."""
+ROWS: Final = "areal_dta_rows"
+UNCHANGED: Final = ("input_ids", "attention_mask", "versions")
+"""Keys of an item that ``compute_advantages`` leaves as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Rows of one rank.
+
+    In transit it is text: a list of numbers would be broadcast one by one.
+    """
+
+    rows: tuple[tuple[tuple[int, ...], ...], ...]
+    """[minibatch][item of those sent][n]: rows of the item."""
+    width: int
+    """Longest sequence of the whole batch, over all ranks: AReaL's statistics, and its
+    rule for sequences cut off by the length limit, depend on the padded width."""
+
+    def to_text(self) -> str:
+        return json.dumps([self.rows, self.width])
+
+    @classmethod
+    def from_text(cls, text: str) -> Share:
+        rows, width = json.loads(text)
+        return cls(tuple(tuple(map(tuple, of)) for of in rows), width)
+
+    def take(self, items: Sequence[Item], minibatch: int) -> list[Item]:
+        """The rows of a minibatch, an item's together; items without any left out."""
+        of_items = self.rows[minibatch]
+        if len(of_items) != len(items):
+            raise ValueError(f"a share of {len(of_items)} items came with {len(items)}")
+        return [
+            take_rows(item, rows)
+            for item, rows in zip(items, of_items, strict=True)
+            if rows
+        ]
+
+    def take_all(self, items: Sequence[Item]) -> list[Item]:
+        """The rows of all minibatches, one entry an item: those of ``all_rows``."""
+        return [
+            take_rows(item, rows)
+            for item, rows in zip(items, self.all_rows(), strict=True)
+        ]
+
+    def all_rows(self) -> list[list[int]]:
+        num_items = len(self.rows[0])
+        return [[r for of in self.rows for r in of[i]] for i in range(num_items)]
+
+
+def take_rows(item: Item, rows: Sequence[int]) -> Item:
+    """Some rows of an item, cut to the longest of them."""
+    mask_BS = item["attention_mask"]
+    num_rows, width = mask_BS.shape
+    if list(rows) == list(range(num_rows)):
+        return item
+    index = torch.tensor(list(rows), device=mask_BS.device)
+    longest = int(mask_BS[index].sum(-1).max())
+    taken: Item = {}
+    for key, value in item.items():
+        if torch.is_tensor(value) and value.ndim and len(value) == num_rows:
+            value = value[index]
+            if value.ndim > 1 and value.shape[1] == width:
+                value = value[:, :longest]
+            taken[key] = value.contiguous()
+        elif isinstance(value, list) and len(value) == num_rows:
+            taken[key] = [value[row] for row in rows]
+        else:
+            taken[key] = value
+    return taken
+
+
+def widen(item: Item, width: int) -> Item:
+    """Pad an item's tensors [B, S, ...] with zeros to [B, width, ...]."""
+    num_rows, old = item["attention_mask"].shape
+    if old >= width:
+        return item
+    wide: Item = {}
+    for key, value in item.items():
+        if torch.is_tensor(value) and value.ndim > 1 and value.shape[1] == old:
+            after = [0, 0] * (value.ndim - 2) + [0, width - old]
+            value = F.pad(value, after)
+        wide[key] = value
+    return wide
+
+
+def narrow(item: Item, num_rows: int, wide: int, width: int) -> Item:
+    """Undo ``widen``; ``num_rows`` and ``wide`` tell which tensors it padded."""
+    return {
+        key: value[:, :width].contiguous()
+        if torch.is_tensor(value)
+        and value.ndim > 1
+        and value.shape[:2] == (num_rows, wide)
+        else value
+        for key, value in item.items()
+    }
+
+
+def in_pieces(pieces: Sequence[Any], rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """A value of an item, each piece with the rows that it is of."""
+    return {PIECES: list(pieces), ROWS: json.dumps([list(r) for r in rows])}
+
+
+def is_in_pieces(value: Any) -> bool:
+    return isinstance(value, dict) and PIECES in value
+
+
+def join_pieces(item: Item) -> Item:
+    """The item with every value whole."""
+    num_rows, width = item["attention_mask"].shape
+    return {
+        key: _join(value, num_rows, width) if is_in_pieces(value) else value
+        for key, value in item.items()
+    }
+
+
+def _join(value: dict[str, Any], num_rows: int, width: int) -> Tensor:
+    pieces: list[Tensor] = value[PIECES]
+    whole = pieces[0].new_zeros((num_rows, width, *pieces[0].shape[2:]))
+    for piece, rows in zip(pieces, json.loads(value[ROWS]), strict=True):
+        whole[torch.tensor(rows), : piece.shape[1]] = piece
+    return whole

@@ -1,0 +1,1 @@
+"""What is known of trajectories while they wait to be trained on."""

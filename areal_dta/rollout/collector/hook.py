@@ -1,0 +1,185 @@
+"""Between AReaL's rollout controller and the collector.
+
+Results are taken in where they arrive: when the controller has fetched one from its
+worker and before it counts towards a batch, in a thread of the collector's own. What
+is rejected there is, for AReaL's staleness control, a rejected rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from areal.infra import RolloutController
+
+from areal_dta.rollout.batch import PLANNED_KEYS, Item, PlannedBatch, planned
+from areal_dta.rollout.collector.collector import Collector
+from areal_dta.rollout.collector.trajectory import FETCHED_KEYS, Rejected
+from areal_dta.rollout.fetch import delete, fetch, forget
+from areal_dta.rollout.prompts import PromptLoader
+
+_READ_LATER = (*PLANNED_KEYS, "rewards")  # by who measures the batch
+
+
+class Collection:
+    """A collector at work on one controller, which must be initialized.
+
+    Args:
+        prompts: told what became of each prompt, if it issued them.
+    """
+
+    def __init__(
+        self,
+        controller: RolloutController,
+        collector: Collector,
+        prompts: PromptLoader | None = None,
+    ) -> None:
+        self.collector = collector
+        self._controller, self._prompts = controller, prompts
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="collector")
+        self._tasks: dict[int, Any] = {}  # task number -> prompt
+        self._number_of: dict[int, int] = {}  # id of an item's dict -> task number
+        self._step = 0
+        self._answers = _Answers(controller.scheduler)
+        controller.scheduler = self._answers  # type: ignore[assignment]
+        dispatcher = controller.dispatcher
+        self._factory = dispatcher.task_factory
+        dispatcher.task_factory = self._collected
+        controller.collection = self  # type: ignore[attr-defined]
+
+    def next_batch(self, prepare: Callable[[], list[Item]]) -> PlannedBatch:
+        """AReaL's next batch, its items in the order in which they were issued."""
+        self._evict_stale()
+        items: list[Item] = []
+        while not items:  # with dynamic_bs all of a batch may have been rejected
+            items = prepare()
+        started = time.perf_counter()
+        numbers = [self._number_of.pop(id(item)) for item in items]
+        order = sorted(range(len(items)), key=numbers.__getitem__)
+        items, numbers = [items[i] for i in order], sorted(numbers)
+        for number in numbers:
+            self._settle(number)
+        leaves = self.collector.take(numbers)
+        if leaves is None:  # more than it was allowed to hold
+            batch = planned(items)
+        else:
+            batch = PlannedBatch(items, leaves)
+        batch.step = self._step
+        self._step += 1
+        self.collector.add_seconds("plan", time.perf_counter() - started)
+        return batch
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _collected(self, task: Any) -> Callable[[], Any]:
+        run = self._factory(task)
+
+        async def submit_then_wait() -> Any:
+            number = task.task_id
+            self._tasks[number] = task.data
+            result = await run()
+            was_answered = self._answers.pop(number)
+            if result is None:
+                self.collector.count_rejected("filtered")
+                self._settle(number, again=not was_answered)
+                return None
+            loop = asyncio.get_running_loop()
+            item = result.trajectory
+            rejected = await loop.run_in_executor(
+                self._executor, self._take_in, number, item
+            )
+            if rejected is None:
+                return result
+            self._uncount_accepted()
+            self._settle(number, again=rejected == "stale")
+            return None
+
+        return submit_then_wait
+
+    def _take_in(self, number: int, item: Item) -> str | None:
+        """Runs in the collector's thread; the reason of a rejection, or None."""
+        started = time.perf_counter()
+        (local,) = fetch([item], FETCHED_KEYS)
+        later = [key for key in FETCHED_KEYS if key not in _READ_LATER]
+        forget([item], later)
+        self.collector.add_seconds("fetch", time.perf_counter() - started)
+        # not get_version(): its lock is held while all workers are told a new one
+        version = self._controller._version
+        try:
+            self.collector.offer(number, local, version)
+        except Rejected as rejected:
+            delete(item)
+            return rejected.reason
+        self._number_of[id(item)] = number
+        return None
+
+    def _evict_stale(self) -> None:
+        """Take what became stale back from AReaL's results, too."""
+        stale = self.collector.stale(self._controller.get_version())
+        dispatcher = self._controller.dispatcher
+        with dispatcher._result_cv:
+            dropped = {
+                number: dispatcher._pending_results.pop(number)
+                for number in stale  # some may be on their way there
+                if number in dispatcher._pending_results
+            }
+            dispatcher._active_task_ids.difference_update(dropped)
+        self.collector.evict(list(dropped))
+        for number, result in dropped.items():
+            item = result.data.trajectory
+            self._number_of.pop(id(item), None)
+            self._uncount_accepted()
+            self._settle(number, again=True)
+            delete(item)
+        with dispatcher._input_cv:
+            dispatcher._input_cv.notify()
+
+    def _uncount_accepted(self) -> None:
+        """AReaL has counted it as accepted."""
+        manager: Any = self._controller.staleness_manager
+        with manager.lock:
+            manager.rollout_stat.accepted -= 1
+            manager.rollout_stat.rejected += 1
+
+    def _settle(self, number: int, again: bool = False) -> None:
+        prompt = self._tasks.pop(number, None)
+        if self._prompts is None or prompt is None:
+            return
+        if again:
+            self._prompts.put_back(prompt)
+        else:
+            self._prompts.settle(prompt)
+
+
+class _Answers:
+    """A scheduler that remembers which tasks were answered by their worker.
+
+    AReaL's controller reports a rollout that was filtered out and one whose worker
+    could not be reached alike.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._answered: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def pop(self, number: int) -> bool:
+        was_answered = number in self._answered
+        self._answered.discard(number)
+        return was_answered
+
+    async def async_call_engine(
+        self, worker_id: str, method: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        result = await self._scheduler.async_call_engine(
+            worker_id, method, *args, **kwargs
+        )
+        if method == "wait_for_task":
+            self._answered.add(kwargs["task_id"])
+        return result
