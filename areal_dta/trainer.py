@@ -15,21 +15,24 @@ from areal.api.cli_args import AgentConfig
 from areal.infra import RolloutController
 from areal.trainer.rl_trainer import PPOTrainer
 
+from areal_dta.collecting_trainer import CollectingTrainer
 from areal_dta.config import DTAGRPOConfig, DTAPPOActorConfig, DTAPPOCriticConfig
-from areal_dta.watched_trainer import WatchedTrainer
+from areal_dta.report.logprob_gap import LogprobGap, logprob_gap
+from areal_dta.watched_trainer import WatchedTrainer, wrapped
 from areal_dta.weight_sync import load_when_saved
 
 if TYPE_CHECKING:
     from areal.api.alloc_mode import ModelAllocation
 
 
-class DTATrainer(WatchedTrainer, PPOTrainer):
+class DTATrainer(CollectingTrainer, WatchedTrainer, PPOTrainer):
     """Trains as `PPOTrainer` does; use as a context manager."""
 
     batch_call = "prepare_batch"
     config: DTAGRPOConfig
     critic: Any
     teacher: Any
+    _logprob_gap: LogprobGap | None = None
 
     def __init__(self, config: DTAGRPOConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(_with_secret_key(config), *args, **kwargs)
@@ -37,9 +40,25 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
     def train(self, workflow: Any = None, *args: Any, **kwargs: Any) -> None:
         if workflow is not None and self._requires_proxy_workflow(workflow):
             self._ensure_proxy_started()  # before it is looked up who may die
-        super().train(workflow, *args, **kwargs)
+        with wrapped(self.actor, "compute_logp", self._compared):
+            super().train(workflow, *args, **kwargs)
+
+    def _compared(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The trainer's logprobs, compared with the rollout server's on the way."""
+
+        def compared(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            recomputed = call(batch, *args, **kwargs)
+            version = self.actor.get_version()
+            self._logprob_gap = logprob_gap(batch, recomputed, version)
+            return recomputed
+
+        return compared
 
     def more_stats(self) -> Mapping[str, float]:
+        gap, self._logprob_gap = self._logprob_gap, None
+        return {**self._critic_stats(), **(gap.stats() if gap else {})}
+
+    def _critic_stats(self) -> Mapping[str, float]:
         # AReaL 1.0.4 exports those of the actor alone.
         if self.critic is None:
             return {}
@@ -102,6 +121,6 @@ def _with_secret_key(config: DTAGRPOConfig) -> DTAGRPOConfig:
     """A copy whose agent proxy has a key of its own: AReaL's default is public."""
     config = deepcopy(config)
     agent = config.rollout.agent
-    if agent.admin_api_key == AgentConfig().admin_api_key:
+    if agent.admin_api_key == AgentConfig.admin_api_key:
         agent.admin_api_key = secrets.token_urlsafe(32)
     return config

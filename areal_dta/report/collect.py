@@ -25,6 +25,8 @@ _GRAD_NORM = (
 )
 _ACCURACY = ("dpo/reward_accuracy/avg", "rw/correct_ratio/avg")
 _VALUE_LOSS = "ppo_critic/critic_loss/avg"
+_GAP, _GAP_TOKENS = "logprob_gap/max", "logprob_gap/num_tokens"
+_EPISODES = "rollout/"
 _ROLLOUT = "timeperf/rollout"
 _UPDATE = "timeperf/update_weights"
 _TRAIN = (
@@ -72,9 +74,19 @@ def step_metrics(
         num_sequences=shape.num_sequences if shape else None,
         accuracy=_get(stats, *_ACCURACY),
         value_loss=_get(stats, _VALUE_LOSS),
+        logprob_gap=_get(stats, _GAP) if stats.get(_GAP_TOKENS) else None,
+        rollout=_of_episodes(stats),
     )
 
 
 def _get(stats: Mapping[str, float], *keys: str) -> float | None:
     value = next((stats[key] for key in keys if key in stats), None)
     return None if value is None or not math.isfinite(value) else float(value)
+
+
+def _of_episodes(stats: Mapping[str, float]) -> dict[str, float]:
+    return {
+        key.removeprefix(_EPISODES): float(value)
+        for key, value in stats.items()
+        if key.startswith(_EPISODES) and math.isfinite(value)
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,11 @@ class StepMetrics:
     predicted_saving: float | None = None
     """Share of the dense engine's FLOPs that the tree engine need not spend."""
     num_sequences: int | None = None
+    logprob_gap: float | None = None
+    """Largest difference between the rollout server's and the trainer's logprobs, over
+    tokens of the trainer's version; None where they are not recomputed."""
+    rollout: dict[str, float] = field(default_factory=dict)
+    """What the workflow logs of its episodes: means by name."""
     accuracy: float | None = None
     """Share of the pairs in which the chosen one is preferred; DPO, reward models."""
     value_loss: float | None = None
