@@ -73,6 +73,11 @@ class Dispatched(FSDPEngine):
         dist.all_gather_object(everyone, own, group=self.cpu_group)
         return [list(row) for rows in everyone for row in rows]
 
+    def advance_lr_scheduler(self, num_steps: int) -> None:
+        """To where a run was that ended after so many steps: AReaL does not save it."""
+        for _ in range(num_steps):
+            self.step_lr_scheduler()
+
     def train_batch(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         stats: dict[str, float] = super().train_batch(*args, **kwargs)
         self._note_samples()

@@ -51,6 +51,10 @@ class DispatchController(TrainController):
         samples: list[list[float]] = self._custom_function_call("take_block_samples")
         return samples
 
+    def advance_lr_scheduler(self, num_steps: int) -> None:
+        """As many steps at once, after recovery."""
+        self._custom_function_call("advance_lr_scheduler", num_steps)
+
     def _forward(self, method: str, items: Sequence[Item]) -> list[Any]:
         """One value an item: an RTensor, or pieces of one."""
         batch = planned(items)

@@ -43,6 +43,7 @@ class Collection:
         self._tasks: dict[int, Any] = {}  # task number -> prompt
         self._number_of: dict[int, int] = {}  # id of an item's dict -> task number
         self._step = 0
+        self.last_batch: PlannedBatch | None = None
         self._answers = _Answers(controller.scheduler)
         controller.scheduler = self._answers  # type: ignore[assignment]
         dispatcher = controller.dispatcher
@@ -69,6 +70,7 @@ class Collection:
             batch = PlannedBatch(items, leaves)
         batch.step = self._step
         self._step += 1
+        self.last_batch = batch
         self.collector.add_seconds("plan", time.perf_counter() - started)
         return batch
 
