@@ -176,6 +176,18 @@ def _batch(rows: Sequence[_Row]) -> SequenceBatch:
     )
 
 
+def _save_areal(batch: SequenceBatch, path: Path) -> None:
+    from recipes.tau2.areal_batch import areal_batch, save_areal_batch  # needs torch
+
+    save_areal_batch(areal_batch(batch), path)
+
+
+_WRITERS: dict[str, Callable[[SequenceBatch, Path], None]] = {
+    ".npz": save_sequences,
+    ".safetensors": _save_areal,
+}
+
+
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m recipes.tau2.replay",
@@ -193,7 +205,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--template", type=Template, choices=list(Template), default="plain"
     )
-    parser.add_argument("--out", type=Path, help=".npz file to write")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="file to write: .npz (flat arrays), or .safetensors (AReaL's batch)",
+    )
     parser.add_argument(
         "--tokenizer", help="directory or hub name; default: Qwen3's, without a hub"
     )
@@ -209,6 +225,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     try:
+        if args.out is not None and args.out.suffix not in _WRITERS:
+            raise ValueError(
+                f"--out {args.out}: expected a name that ends in "
+                f"{' or '.join(_WRITERS)}"
+            )
         trajectories = read_trajectories(args.trajectories, args.domain)
         batch = replay(
             trajectories,
@@ -223,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if args.out is not None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            save_sequences(batch, args.out)
+            _WRITERS[args.out.suffix](batch, args.out)
     except (MissingTau2Error, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
