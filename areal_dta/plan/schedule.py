@@ -6,11 +6,10 @@ tested, drawn or balanced, before anything runs.
 A fragment with child fragments is entered (forward, K/V kept for the children) and,
 when all children are done, exited (backward). One without does everything at exit.
 
-Retain or recompute: the graph of an entered fragment stays alive until its exit if
-the longest chain of fragments from it downwards fits ``retain_tokens``; otherwise it
-is entered without a graph, on its trunk alone, and run again at exit. So the many
-fragments near the leaves are retained and the few near the root recomputed, and the
-graphs alive at any time never exceed max(retain_tokens, block_tokens) tokens.
+Retain or recompute: the graph of an entered fragment stays alive until its exit, or it
+is entered without a graph, on its trunk alone, and run again at exit. ``retention``
+keeps those that save the most, such that the graphs alive at any time never exceed
+max(retain_tokens, block_tokens) tokens.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ import numpy as np
 
 from areal_dta.plan.fragments import Fragmentation, cut_nodes, cut_tree
 from areal_dta.plan.reads import Reads
+from areal_dta.plan.retention import choose_retained
 from areal_dta.tree import PrefixTree
 
 DEFAULT_BLOCK_TOKENS = 512
@@ -113,9 +113,7 @@ def build_schedule(
         int(rows_before[s.first_token + s.num_tokens] - rows_before[s.first_token])
         for s in cut.segments
     ]
-    chain = [f.num_tokens for f in cut.fragments]
-    for f in reversed(cut.fragments):  # children come after their parent
-        chain[f.index] += max((chain[c] for c in f.children), default=0)
+    retained = choose_retained(cut.fragments, retain_tokens)
 
     steps: list[Step] = []
     peak_graph = graph = 0
@@ -128,7 +126,7 @@ def build_schedule(
         index, leaving = stack.pop()
         f = cut.fragments[index]
         is_leaf = not f.children
-        retain = retain_tokens is None or chain[index] <= retain_tokens
+        retain = retained[index]
         if not leaving and not is_leaf:
             keep_graph = training and retain
             whole = keep_graph or not training
