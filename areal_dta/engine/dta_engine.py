@@ -12,9 +12,9 @@ Invariants, and the tests that hold them (tests/engine):
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,9 +29,13 @@ from areal.utils.data import split_batch
 from areal.utils.perf_tracer import trace_scope
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from areal_dta.engine.algorithms import choose_scope, traits_of
+from areal_dta.engine.architecture import (
+    check_architecture,
+    counts_experts,
+    zero_dropout_rates,
+)
 from areal_dta.engine.batch import (
     BatchInput,
     RankBatch,
@@ -47,8 +51,13 @@ from areal_dta.engine.flop_model import flop_model
 from areal_dta.engine.loss import MicroBatchLoss
 from areal_dta.engine.positions import ReadRule, read_positions
 from areal_dta.engine.runner import TreeRunner, is_auto
-from areal_dta.engine.statistics import LossStatistics, TrainingWork, derive_ratios
-from areal_dta.executor import ExecutorConfig, TreeExecutor, check_model_supported
+from areal_dta.engine.statistics import (
+    LossStatistics,
+    TrainingWork,
+    derive_ratios,
+    record_expert_load,
+)
+from areal_dta.executor import ExecutorConfig, TreeExecutor
 from areal_dta.plan import FlopModel
 from areal_dta.tree import PrefixTree
 
@@ -59,9 +68,8 @@ LossWeightFn = Callable[[dict[str, Any]], Tensor]
 class DTAEngine(FSDPEngine):
     """Data-parallel training on prefix trees.
 
-    Options come from ``config.dta`` (``block_tokens``, ``retain_tokens``,
-    ``positions``, ``loss_scope``, ``reshard``) where the configuration has it, else
-    the defaults hold; see ``engine/runner.py`` for the budgets. With
+    Options come from ``config.dta`` (``engine/options.py``) where the configuration has
+    it, else the defaults hold; see ``engine/runner.py`` for the budgets. With
     ``positions=auto`` AReaL's own losses get what they read and zeros elsewhere,
     which they mask; any other loss gets everything. With
     ``loss_scope=auto`` a loss is evaluated block by block where that is exact, else
@@ -82,7 +90,7 @@ class DTAEngine(FSDPEngine):
                 "are not supported by the tree engine; use actor.backend=fsdp:dN"
             )
         messages += check_model_config(self.model_config, config.disable_dropout)
-        _check_architecture(self.model_config, config)
+        check_architecture(self.model_config, config)
         logger = logging.getLogger("DTAEngine")
         for message in messages:
             logger.warning(message)
@@ -116,7 +124,11 @@ class DTAEngine(FSDPEngine):
             budgets = {k: v for k, v in named.items() if not is_auto(v)}
         self._executor = TreeExecutor(
             self.model,
-            ExecutorConfig(temperature=self.config.temperature, **budgets),
+            ExecutorConfig(
+                temperature=self.config.temperature,
+                router_load=counts_experts(self.config),
+                **budgets,
+            ),
             outputs="values" if self.config.is_critic else "logprobs",
         )
         self._runner = TreeRunner(
@@ -146,38 +158,25 @@ class DTAEngine(FSDPEngine):
         In the ``batch`` scope it is called as AReaL calls it, once a micro-batch.
         """
         self._ensure_ready()
-        traits = traits_of(loss_fn)
-        scope = choose_scope(traits, self._option("loss_scope"))
+        scope = choose_scope(traits_of(loss_fn), self._option("loss_scope"))
         self.optimizer_zero_grad()
-        batch, dummy = load_together(input_, self.config.mb_spec, self.cpu_group)
-        tree, row_of = _build_tree(batch)
-        statistics = LossStatistics()
-        micro_batch_loss = MicroBatchLoss(
-            batch,
-            loss_fn,
-            loss_weight_fn,
-            statistics,
-            self.device,
-            of_values=self.config.is_critic,
-            whole=scope == "batch",
-        )
-        total_weight = self._total_weight(micro_batch_loss)
+        step = self._load_step(input_, loss_fn, loss_weight_fn, whole=scope == "batch")
+        tree, row_of = _build_tree(step.batch)
 
         def group_loss(indices: list[int], *outputs: list[Tensor]) -> Tensor:
             rows = [row_of[i] for i in indices]
-            loss = micro_batch_loss(rows, outputs, total_weight)
+            loss = step.loss(rows, outputs, step.total_weight)
             # FSDP averages over the ranks; the total is over all of them already.
             return loss * self.parallel_helper.dp_size
 
         runner = self._ready_runner()
-        positions = self._positions(batch, row_of, traits.reads)
+        positions = self._positions(step.batch, row_of, step.reads)
         with trace_scope("dta_engine.forward_backward"):
-            total = runner.train(tree, group_loss, positions, scope, statistics)
-        micro_batch_loss.call_silently_if_unused(dummy)
-        statistics.flush()
+            total = runner.train(tree, group_loss, positions, scope, step.statistics)
+        step.finish()
         self._record(tree, runner.executor, total / self.parallel_helper.dp_size, scope)
         stats: dict[str, float] = self.optimizer_step()
-        stats["num_micro_batches"] = len(batch.micro_batches)
+        stats["num_micro_batches"] = len(step.batch.micro_batches)
         return stats
 
     @torch.no_grad()
@@ -186,22 +185,10 @@ class DTAEngine(FSDPEngine):
     ) -> Tensor:
         """The loss of all ranks' rows, one call a micro-batch. Collective."""
         self._ensure_ready()
-        batch, dummy = load_together(input_, self.config.mb_spec, self.cpu_group)
-        statistics = LossStatistics()
-        micro_batch_loss = MicroBatchLoss(
-            batch,
-            loss_fn,
-            loss_weight_fn,
-            statistics,
-            self.device,
-            of_values=self.config.is_critic,
-            whole=True,
-        )
-        total_weight = self._total_weight(micro_batch_loss)
-        row_of, outputs = self._forward_rows(batch, traits_of(loss_fn).reads)
-        loss = micro_batch_loss(row_of, outputs, total_weight).float()
-        micro_batch_loss.call_silently_if_unused(dummy)
-        statistics.flush()
+        step = self._load_step(input_, loss_fn, loss_weight_fn, whole=True)
+        row_of, outputs = self._forward_rows(step.batch, step.reads)
+        loss = step.loss(row_of, outputs, step.total_weight).float()
+        step.finish()
         dist.all_reduce(loss, group=self.dp_group)
         return loss
 
@@ -252,13 +239,34 @@ class DTAEngine(FSDPEngine):
     def _create_device_model(self) -> None:
         super()._create_device_model()
         if self.config.disable_dropout:
-            # AReaL reaches the Dropout modules only; attention keeps its rate aside.
-            _zero_dropout_rates(self.model)
+            zero_dropout_rates(self.model)
 
     def _ready_runner(self) -> TreeRunner:
         if self._runner is None:
             raise RuntimeError("the engine is not initialized; call initialize() first")
         return self._runner
+
+    def _load_step(
+        self,
+        input_: BatchInput,
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
+        whole: bool,
+    ) -> _Step:
+        """Rows and loss of a training or an evaluation step. Collective."""
+        batch, dummy = load_together(input_, self.config.mb_spec, self.cpu_group)
+        statistics = LossStatistics()
+        loss = MicroBatchLoss(
+            batch,
+            loss_fn,
+            loss_weight_fn,
+            statistics,
+            self.device,
+            of_values=self.config.is_critic,
+            whole=whole,
+        )
+        reads = traits_of(loss_fn).reads
+        return _Step(batch, dummy, loss, reads, statistics, self._total_weight(loss))
 
     def _total_weight(self, loss: MicroBatchLoss) -> float:
         total = torch.tensor(loss.local_weight(), dtype=torch.float64)
@@ -326,41 +334,30 @@ class DTAEngine(FSDPEngine):
             tree_flops=tree_flops,
             loss=loss,
         ).record(self.dp_rank == 0, self.device)
+        if counts_experts(self.config):
+            record_expert_load(stats.expert_load, self.cpu_group)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """What training on a batch and evaluating it have in common, on one rank."""
+
+    batch: RankBatch
+    dummy: RankBatch | None
+    """Stands for the rows of a rank that has none."""
+    loss: MicroBatchLoss
+    reads: ReadRule | None
+    statistics: LossStatistics
+    total_weight: float
+    """Of all ranks."""
+
+    def finish(self) -> None:
+        """When the loss has been called on all rows: log what it logged."""
+        self.loss.call_silently_if_unused(self.dummy)
+        self.statistics.flush()
 
 
 def _build_tree(batch: RankBatch) -> tuple[PrefixTree, list[int]]:
     """The tree of the non-empty rows, and the row of each of its sequences."""
     sequences, row_of = batch.sequences()
     return PrefixTree.from_sequences(sequences), row_of
-
-
-def _check_architecture(hf_config: Any, config: TrainEngineConfig) -> None:
-    """Refuse a model by its modules, before its weights are loaded."""
-    hf_config = copy.deepcopy(hf_config)
-    auto: Any = AutoModelForCausalLM
-    if config.is_critic:
-        auto, hf_config.num_labels = AutoModelForTokenClassification, 1
-    with torch.device("meta"):
-        model = auto.from_config(hf_config, trust_remote_code=True)
-    check_model_supported(model, training=False)
-    rates = {
-        f"{name} (p={module.p})"
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Dropout) and module.p
-    }
-    if rates and not config.disable_dropout:
-        raise ValueError(
-            f"{type(model).__name__} has dropout: {', '.join(sorted(rates))}; a tree "
-            "token is computed once for all sequences through it, so they would share "
-            "one mask: set disable_dropout=true, or use backend fsdp:dN"
-        )
-
-
-def _zero_dropout_rates(model: torch.nn.Module) -> None:
-    config: Any = model.config
-    owners: list[tuple[Any, dict[str, Any]]] = [(config, config.to_dict())]
-    owners += [(module, vars(module)) for module in model.modules()]
-    for owner, fields in owners:
-        for name in [n for n in fields if "dropout" in n or n.endswith("pdrop")]:
-            if isinstance(fields[name], float):
-                setattr(owner, name, 0.0)

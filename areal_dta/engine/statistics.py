@@ -13,11 +13,14 @@ those are equal by themselves. Two kinds are not, and are mended here:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from areal.utils import stats_tracker
 from areal.utils.stats_tracker import DistributedStatsTracker, ReduceType
 
@@ -171,6 +174,27 @@ class TrainingWork:
             for name in _SUMS
         }
         tracker.stat(denominator="work", reduce_type=ReduceType.SUM, **sums)
+
+
+def record_expert_load(load: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
+    """Log how unevenly experts are chosen, over the tokens of all ranks. Collective.
+
+    ``dta/expert_load_max_over_mean``: tokens of the busiest expert over the mean of all
+    experts, 1 if they are even; the mean over the layers, and ``.../layer_N`` for each
+    layer with experts, counted from 0.
+
+    Args:
+        load: for each such layer the tokens of each expert on this rank, a tree token
+            counting once for each sequence through it.
+    """
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, load, group=group)
+    totals = [np.sum(counts, axis=0) for counts in zip(*ranks, strict=True)]
+    ratios = [float(total.max() / max(total.mean(), 1e-9)) for total in totals]
+    key = "expert_load_max_over_mean"
+    tracker = stats_tracker.get(_NAME)
+    tracker.scalar(**{key: sum(ratios) / len(ratios)})
+    tracker.scalar(**{f"{key}/layer_{i}": ratio for i, ratio in enumerate(ratios)})
 
 
 def derive_ratios(stats: dict[str, float]) -> dict[str, float]:

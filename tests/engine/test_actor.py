@@ -9,7 +9,8 @@ from areal.engine.fsdp_engine import FSDPPPOActor
 
 from areal_dta.engine import DensePPOActor, DTAPPOActor
 from tests.engine.builders import actor_config, build_engine, relative_error
-from tests.engine.two_rank_worker import actor_update, trajectories, tree_engine
+from tests.engine.two_rank_data import trajectories
+from tests.engine.two_rank_updates import actor_update, tree_engine
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -66,13 +67,8 @@ def test_compute_logp_of_each_trajectory(tiny_model):
     assert not engine.model.training and all(x.isfinite().all() for x in outputs)
 
 
-def test_as_controller_is_areal_s_own(tiny_model):
-    from areal.trainer.ppo.actor import PPOActorController
-
+def test_areal_s_second_controllers_are_refused(tiny_model):
     config = actor_config(tiny_model)
-    controller = DTAPPOActor.as_controller(config, scheduler=None)
-    assert type(controller) is PPOActorController
-    assert controller.train_engine is DTAPPOActor
     config._version = "v2"
     with pytest.raises(ValueError, match="_version=v1"):
         DTAPPOActor.as_controller(config, scheduler=None)

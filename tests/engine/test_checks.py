@@ -17,6 +17,7 @@ from areal_dta.engine import (
     check_model_config,
 )
 from areal_dta.engine.checks import effective_config
+from areal_dta.engine.options import DTAOptions
 from areal_dta.executor import UnsupportedModelError
 from tests.engine.builders import actor_config, save_tiny_model, value_config
 
@@ -169,6 +170,12 @@ def test_switched_off_dropout_trains_as_without(tmp_path, tiny_model, world):
     batch = grpo_batch()
     actual, expected = train_once(engine, batch), train_once(plain, batch)
     assert relative_error(actual["gradients"], expected["gradients"]) < 1e-6
+
+
+def test_expert_load_needs_experts(tiny_model):
+    config = actor_config(tiny_model, dta=DTAOptions(router_load=True))
+    with pytest.raises(ValueError, match="router_load: Qwen3ForCausalLM has no router"):
+        DTAPPOActor(config)
 
 
 def test_parallelism_is_refused_by_the_engine_too(tiny_model, world):

@@ -18,7 +18,7 @@ from tests.engine.builders import (
     value_config,
 )
 from tests.engine.checks import FP32, assert_same_statistics
-from tests.engine.two_rank_worker import trajectories
+from tests.engine.two_rank_data import trajectories
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -128,5 +128,5 @@ def test_as_controller_is_areal_s_own(tiny_critic):
 
     config = value_config(PPOCriticConfig, tiny_critic, backend="fsdp:d1")
     controller = DTAPPOCritic.as_controller(config, None)
-    assert type(controller) is PPOCriticController
+    assert isinstance(controller, PPOCriticController)
     assert controller.train_engine is DTAPPOCritic

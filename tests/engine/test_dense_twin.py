@@ -13,7 +13,7 @@ from areal_dta.embedded import generate_problems, tiny_model_path
 from areal_dta.engine import DensePPOActor, DTAPPOActor
 from areal_dta.tasks.math_reward import math_reward_fn
 from tests.engine.builders import actor_config, build_engine
-from tests.engine.two_rank_worker import actor_update
+from tests.engine.two_rank_updates import actor_update
 
 NUM_PROMPTS, NUM_SAMPLES, NUM_NEW_TOKENS = 16, 8, 48
 

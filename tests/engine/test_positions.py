@@ -11,7 +11,8 @@ from areal.trainer.ppo.actor import grpo_loss_fn
 from areal_dta.engine.batch import load_batch
 from areal_dta.engine.positions import Alignment, ReadRule, read_positions
 from tests.engine.builders import actor_config, gradients, grpo_batch, relative_error
-from tests.engine.two_rank_worker import trajectories, tree_engine
+from tests.engine.two_rank_data import trajectories
+from tests.engine.two_rank_updates import tree_engine
 
 
 def total_logprob(logprobs, entropy, mb_input, **kwargs):

@@ -18,7 +18,7 @@ from tests.engine.builders import (
     value_config,
 )
 from tests.engine.checks import FP32, assert_same_statistics
-from tests.engine.two_rank_worker import pair_items
+from tests.engine.two_rank_data import pair_items
 
 pytestmark = pytest.mark.usefixtures("world")
 

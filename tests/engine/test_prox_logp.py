@@ -8,7 +8,7 @@ from areal.api.cli_args import MicroBatchSpec, RejectionSamplingConfig
 from areal_dta.engine import DTAPPOActor, fuses_prox_logp
 from tests.engine.builders import actor_config, build_engine, gradients, relative_error
 from tests.engine.checks import FP32, assert_same_statistics
-from tests.engine.two_rank_worker import trajectories
+from tests.engine.two_rank_data import trajectories
 
 
 def actor(model, fuse="auto", **overrides):

@@ -2,10 +2,16 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from areal.utils import stats_tracker
 from areal.utils.stats_tracker import DistributedStatsTracker, ReduceType
 
-from areal_dta.engine.statistics import LossStatistics, TrainingWork, derive_ratios
+from areal_dta.engine.statistics import (
+    LossStatistics,
+    TrainingWork,
+    derive_ratios,
+    record_expert_load,
+)
 
 CPU = torch.device("cpu")
 
@@ -100,3 +106,13 @@ def test_work_adds_up_and_ratios_follow():
 
 def test_an_export_without_training_is_left_alone():
     assert derive_ratios({"reward": 1.0}) == {"reward": 1.0}
+
+
+def test_expert_load_by_hand(world):
+    group = dist.distributed_c10d._get_default_group()
+    record_expert_load([[6, 2, 0, 0], [1, 1, 1, 1]], group)
+    exported = stats_tracker.export_all()
+    key = "dta/expert_load_max_over_mean"
+    assert exported[f"{key}/layer_0"] == pytest.approx(6 / 2)
+    assert exported[f"{key}/layer_1"] == pytest.approx(1.0)
+    assert exported[key] == pytest.approx((3.0 + 1.0) / 2)

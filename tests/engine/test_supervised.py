@@ -14,7 +14,7 @@ from tests.engine.builders import (
     relative_error,
 )
 from tests.engine.checks import FP32, assert_same_statistics
-from tests.engine.two_rank_worker import lm_items
+from tests.engine.two_rank_data import lm_items
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -20,24 +20,19 @@ from tests.engine.builders import (
     save_tiny_moe,
 )
 from tests.engine.checks import grpo_loss, labelled, loss_tokens, train_once
-from tests.engine.two_rank_worker import (
-    LORA,
-    UNEVEN,
-    Scenarios,
+from tests.engine.two_rank_data import lm_items, pair_items, trajectories, union
+from tests.engine.two_rank_updates import (
     actor_options,
     actor_update,
     critic_engine,
     critic_update,
     dpo_update,
     fused_update,
-    lm_items,
     lm_update,
-    pair_items,
     rw_update,
-    trajectories,
     tree_engine,
-    union,
 )
+from tests.engine.two_rank_worker import LORA, UNEVEN, Scenarios
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -170,9 +165,23 @@ def test_a_rank_without_loss_tokens(ranks, directory):
 
 
 def test_a_mixture_reduces_the_same_parameters_on_both_ranks(ranks, directory):
-    expected = train_once(tree_engine(directory / "moe"), union())
+    expected = train_once(tree_engine(directory / "moe", router_load=True), union())
+    load = {
+        k: v
+        for k, v in expected["stats"].items()
+        if "expert_load" in k and not k.endswith("__count")  # AReaL's, of scalars
+    }
+    assert load.keys() == {
+        "dta/expert_load_max_over_mean",
+        "dta/expert_load_max_over_mean/layer_0",
+        "dta/expert_load_max_over_mean/layer_1",
+    }
+    assert all(1.0 < ratio <= 8.0 for ratio in load.values())
     for results in ranks:
-        assert_same_update(results["mixture_with_rank_1_empty"], expected)
+        actual = results["mixture_with_rank_1_empty"]
+        assert_same_update(actual, expected)
+        for key, ratio in load.items():
+            assert actual["stats"][key] == pytest.approx(ratio), key
 
 
 @pytest.mark.parametrize(

@@ -20,41 +20,36 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from areal.api import SaveLoadMeta
-from areal.api.cli_args import (
-    DPOEngineConfig,
-    NormConfig,
-    PPOCriticConfig,
-    TrainEngineConfig,
-)
 from areal.engine.fsdp_engine import FSDPPPOActor
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from areal_dta.config import DTAOptions, DTAPPOActorConfig
-from areal_dta.engine import (
-    DTADPOEngine,
-    DTALMEngine,
-    DTAPPOActor,
-    DTAPPOCritic,
-    DTARWEngine,
-)
 from areal_dta.engine.session import PeerFailure, training_pass
 from areal_dta.executor.block import BlockRunner
 from tests.engine.builders import (
     actor_config,
     build_engine,
-    engine_config,
     full,
-    grpo_batch,
     one_sequence_each,
     parameters,
     rows_of,
-    value_config,
 )
 from tests.engine.checks import grpo_loss, loss_tokens, train_once
+from tests.engine.two_rank_data import lm_items, pair_items, trajectories, union
+from tests.engine.two_rank_updates import (
+    actor_options,
+    actor_update,
+    critic_engine,
+    critic_update,
+    dpo_update,
+    fused_update,
+    layerwise_engine,
+    lm_update,
+    rw_update,
+    tree_engine,
+)
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
-NUM_ROWS = 9
 LORA: dict[str, Any] = {
     "use_lora": True,
     "lora_rank": 4,
@@ -63,139 +58,6 @@ LORA: dict[str, Any] = {
 }
 UNEVEN = ([0, 1, 2, 3, 4, 5, 6], [7, 8])
 EVEN = ([0, 2, 4, 6], [1, 3, 5, 7])
-
-
-def union() -> dict:
-    return grpo_batch(num_prompts=3, num_samples=3, seed=7)
-
-
-def trajectories() -> list[dict]:
-    """The union as it comes from the rollout: a prompt's group an item."""
-    batch = union()
-    for key in ("advantages", "prox_logp"):
-        del batch[key]
-    batch["loss_mask"] = batch["loss_mask"].roll(1, -1)
-    batch["rewards"] = torch.arange(NUM_ROWS, dtype=torch.float32) % 4 - 1
-    items = []
-    for i in range(0, NUM_ROWS, 3):
-        item = rows_of(batch, list(range(i, i + 3)))
-        width = int(item["attention_mask"].sum(-1).max())
-        items.append({k: v[:, :width] if v.ndim > 1 else v for k, v in item.items()})
-    return items
-
-
-def lm_items() -> list[dict]:
-    """Of the union, one row an item, as a data set of conversations gives them."""
-    return _single_rows(("input_ids", "attention_mask", "loss_mask"))
-
-
-def pair_items(with_loss_mask: bool = True) -> list[dict]:
-    """Pairs: each row of the union and the next of its prompt, chosen first."""
-    keys = ["input_ids", "attention_mask"] + ["loss_mask"] * with_loss_mask
-    rows = _single_rows(tuple(keys))
-    return [rows[i] for i in (0, 1, 2, 0, 3, 4, 7, 6)]
-
-
-def _single_rows(keys: tuple[str, ...]) -> list[dict]:
-    items = []
-    for item in trajectories():
-        for row in range(len(item["input_ids"])):
-            length = int(item["attention_mask"][row].sum())
-            items.append({k: item[k][[row], :length].clone() for k in keys})
-    return items
-
-
-def tree_engine(model: Path, **overrides: Any) -> Any:
-    config = actor_config(model, **overrides)
-    dta = DTAOptions(block_tokens=4, retain_tokens=6)
-    return build_engine(DTAPPOActor, DTAPPOActorConfig(**vars(config), dta=dta))
-
-
-def layerwise_engine(model: Path, **overrides: Any) -> Any:
-    """Parameters resharded around every layer, ranks in step."""
-    config: Any = actor_config(model, **overrides)
-    config.dta = SimpleNamespace(block_tokens=4, retain_tokens=6, reshard="block")
-    return build_engine(DTAPPOActor, config)
-
-
-def actor_options(num_minibatches: int) -> dict[str, Any]:
-    norm = NormConfig(mean_level="batch", std_level="batch", group_size=1)
-    return {
-        "adv_norm": norm,
-        "reward_norm": norm,
-        "ppo_n_minibatches": num_minibatches,
-    }
-
-
-def actor_update(engine: Any, items: list[dict]) -> dict:
-    """A whole step as AReaL's trainer does it."""
-    logp = engine.compute_logp(items)
-    for item, values in zip(items, logp, strict=True):
-        item["prox_logp"] = values
-    items = engine.compute_advantages(items)
-    advantages = [item["advantages"] for item in items]
-    engine.ppo_update(items)
-    return {
-        "logp": list(logp),
-        "advantages": advantages,
-        "parameters": parameters(engine),
-        "stats": engine.export_stats(),
-    }
-
-
-SMALL_BLOCKS = SimpleNamespace(block_tokens=4, retain_tokens=6)
-
-
-def critic_engine(model: Path) -> Any:
-    config = value_config(PPOCriticConfig, model, dta=SMALL_BLOCKS)
-    return build_engine(DTAPPOCritic, config)
-
-
-def critic_update(engine: Any, items: list[dict]) -> dict:
-    values = engine.compute_values(items)
-    for item, of_item in zip(items, values, strict=True):
-        item["values"] = of_item
-        item["loss_mask"] = item["loss_mask"].roll(-1, -1)
-        item["returns"] = of_item + torch.sin(torch.arange(of_item.shape[1]))
-    engine.ppo_update(items)
-    return _after(engine) | {"values": list(values)}
-
-
-def lm_update(model: Path, items: list[dict]) -> dict:
-    config = engine_config(TrainEngineConfig, model, dta=SMALL_BLOCKS)
-    engine = build_engine(DTALMEngine, config)
-    engine.evaluate_lm(copy.deepcopy(items))
-    engine.train_lm(items)
-    return _after(engine)
-
-
-def dpo_update(model: Path, items: list[dict]) -> dict:
-    config = engine_config(DPOEngineConfig, model, dta=SMALL_BLOCKS, beta=0.5)
-    engine = build_engine(DTADPOEngine, config)
-    for item, logp in zip(items, engine.compute_logp(items), strict=True):
-        item["ref_logprobs"] = 0.9 * logp
-    engine.evaluate_dpo(copy.deepcopy(items))
-    engine.train_dpo(items)
-    return _after(engine)
-
-
-def rw_update(model: Path, items: list[dict]) -> dict:
-    config = value_config(TrainEngineConfig, model, dta=SMALL_BLOCKS)
-    engine = build_engine(DTARWEngine, config)
-    engine.evaluate_rw(copy.deepcopy(items))
-    engine.train_rw(items)
-    return _after(engine)
-
-
-def _after(engine: Any) -> dict:
-    return {"parameters": parameters(engine), "stats": engine.export_stats()}
-
-
-def fused_update(model: Path, items: list[dict]) -> dict:
-    """M2PO without a pass for the proximal logprobs."""
-    engine = tree_engine(model, **actor_options(1), m2_threshold=0.05)
-    engine.ppo_update(engine.compute_advantages(items))
-    return _after(engine)
 
 
 class ExpertModel(nn.Module):
@@ -238,7 +100,7 @@ class Scenarios:
 
     def mixture_with_rank_1_empty(self) -> dict:
         mine = union() if self.rank == 0 else []
-        return train_once(tree_engine(self.directory / "moe"), mine)
+        return train_once(tree_engine(self.directory / "moe", router_load=True), mine)
 
     def stock_engine(self) -> dict:
         mine = rows_of(union(), EVEN[self.rank])
