@@ -5,10 +5,10 @@ not runs its trunk twice. Wanted is the set with the most trunk tokens, such tha
 any exit the graphs alive, those of kept ancestors and the fragment's own, are at most
 ``retain_tokens`` (or the fragment's own alone: it has to run).
 
-Method: dynamic programming over (fragment, tokens left by its ancestors), tokens counted
-in units so that the table stays small; units are rounded up, so the limit holds. The
-simple rule "keep what has a short enough chain of fragments below it" is compared, and
-wins where rounding costs more than it does.
+Method: dynamic programming over (fragment, tokens left by its ancestors), tokens
+counted in units so that the table stays small; units are rounded up, so the limit
+holds. The simple rule "keep what has a short enough chain of fragments below it" is
+compared, and wins where rounding costs more than it does.
 
 The order in which siblings are visited changes neither this nor the peak: each one's
 graphs are gone before the next begins.
