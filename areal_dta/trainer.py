@@ -40,7 +40,10 @@ class DTATrainer(CollectingTrainer, WatchedTrainer, PPOTrainer):
     def train(self, workflow: Any = None, *args: Any, **kwargs: Any) -> None:
         if workflow is not None and self._requires_proxy_workflow(workflow):
             self._ensure_proxy_started()  # before it is looked up who may die
-        with wrapped(self.actor, "compute_logp", self._compared):
+        with (
+            wrapped(self.actor, "compute_logp", self._compared),
+            wrapped(self.actor, "clear_batches", self._cleared),
+        ):
             super().train(workflow, *args, **kwargs)
 
     def _compared(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,6 +56,18 @@ class DTATrainer(CollectingTrainer, WatchedTrainer, PPOTrainer):
             return recomputed
 
         return compared
+
+    def _cleared(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """AReaL 1.0.4 clears what every model fetched of a batch, but not a teacher's
+        share, which would stay in its memory."""
+
+        def cleared(rollout_batch: Any, *more: Any) -> None:
+            call(rollout_batch, *more)
+            teacher = self.config.teacher
+            if teacher is not None and teacher.engine_type == "train":
+                self.teacher.clear_batches(rollout_batch)
+
+        return cleared
 
     def more_stats(self) -> Mapping[str, float]:
         gap, self._logprob_gap = self._logprob_gap, None

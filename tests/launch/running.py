@@ -15,16 +15,21 @@ import psutil
 
 from areal_dta.processes.reaper import MARKER, kill_marked, marked_processes
 
+ROLLOUT_CONFIGS = ("gsm8k_grpo.yaml", "gsm8k_ppo.yaml")
 REPOSITORY = Path(__file__).parents[2]
 
-SMALL_RUN = (
+SMALL_BATCHES = (
     "train_dataset.batch_size=4",
     "train_dataset.dataset_kwargs={num_problems: 64}",
-    "gconfig.n_samples=4",
-    "gconfig.max_new_tokens=16",
     "launch.startup_timeout_seconds=300",
     "launch.step_timeout_seconds=120",
 )
+SMALL_RUN = (*SMALL_BATCHES, "gconfig.n_samples=4", "gconfig.max_new_tokens=16")
+
+
+def small_run(config: str) -> tuple[str, ...]:
+    """Overrides that make a run of seconds of one of the project's configurations."""
+    return SMALL_RUN if config in ROLLOUT_CONFIGS else SMALL_BATCHES
 
 
 def launch_env() -> dict[str, str]:
@@ -53,14 +58,17 @@ def run_launcher(
 class RunningLaunch:
     """A launcher in the background; kills all that is left of its run at the end."""
 
-    def __init__(self, cwd: Path, *overrides: str) -> None:
+    def __init__(
+        self, cwd: Path, *overrides: str, config: str = "gsm8k_grpo.yaml"
+    ) -> None:
         self.cwd = cwd
+        self._experiment = config.removesuffix(".yaml").replace("_", "-")
         self.output = cwd / "launcher.out"
         with open(self.output, "w") as out:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "areal_dta.launch"),
-                    *("--config", "gsm8k_grpo.yaml", *SMALL_RUN, *overrides),
+                    *("--config", config, *small_run(config), *overrides),
                 ],
                 cwd=cwd,
                 env=launch_env(),
@@ -84,7 +92,7 @@ class RunningLaunch:
 
     @property
     def run_dir(self) -> Path:
-        return self.cwd / "outputs" / "gsm8k-grpo" / "trial0"
+        return self.cwd / "outputs" / self._experiment / "trial0"
 
     def text(self) -> str:
         return self.output.read_text()
