@@ -15,6 +15,7 @@ Invariants (tests/plan/test_partition.py):
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ _TIE = 5e-3  # relative, of the makespan: predictions are no better
 # Cuts that repeat less and are balanced by moves afterwards are often the better start.
 _SLACKS = (2e-2, 5e-2)
 _WEIGHTS = (0.4, 0.1, 1.0)  # see refine: which one does best differs
+_MAX_PRICINGS = 50_000  # in all, of a small batch: about a second
 _FEW_SEQUENCES = 5_000  # beyond, the first start is balanced as it is
 _HOPELESS = 1.5  # times the best makespan: no moves will make up for that
 
@@ -99,6 +101,7 @@ def partition(
     rows: Sequence[int] | IntArray | None = None,
     groups: Sequence[int] | IntArray | None = None,
     methods: Sequence[str] | None = None,
+    moves: bool = True,
 ) -> Plan:
     """Plan a batch.
 
@@ -109,6 +112,7 @@ def partition(
         groups: by sequence number, its prompt, as any integers; what the two methods
             of the field keep together. By default the trees below what all share.
         methods: candidates to consider, by default all of METHODS.
+        moves: whether they are improved by ``refine``.
 
     Raises:
         ValueError: no rank, an unknown method, or arguments that do not fit.
@@ -143,14 +147,21 @@ def partition(
             starts.append((CONTIGUOUS, _ranks_of(bounds)))
         hopeless = {p.method for p in plain if p.makespan > _HOPELESS * least}
         starts = [(method, r) for method, r in starts if method not in hopeless]
-    for method, rank_N in starts:
-        for weight in _WEIGHTS if len(order) <= _FEW_SEQUENCES else _WEIGHTS[:1]:
-            moved = refine(pricing, order, prices, rank_N, num_ranks, weight)
-            considered.append(priced(method, *moved))
+    weights = _WEIGHTS if len(order) <= _FEW_SEQUENCES else _WEIGHTS[:1]
+    least_total = min(p.total for p in plain)
+    left = _MAX_PRICINGS
+    for weight, (method, rank_N) in itertools.product(weights, starts if moves else ()):
+        moved_N, num_moves, num_pricings = refine(
+            pricing, order, prices, rank_N, num_ranks, weight
+        )
+        considered.append(priced(method, moved_N, num_moves))
+        left -= num_pricings
+        if left <= 0 or considered[-1].is_good(least_total):
+            break
     least = min(p.makespan for p in considered)
     best = min(
         (p for p in considered if p.makespan <= least * (1 + _TIE)),
-        key=lambda p: float(p.seconds.sum()),
+        key=lambda p: p.total,
     )
     positions = np.argsort(best.rank_N, kind="stable")
     ends = np.cumsum(np.bincount(best.rank_N, minlength=num_ranks))[:-1]
@@ -164,8 +175,7 @@ def partition(
         num_tree_tokens=best.num_tree_tokens,
         num_repeated_tokens=best.num_tree_tokens - order.num_tree_tokens,
         candidates=tuple(
-            Candidate(p.method, p.makespan, float(p.seconds.sum()), p.num_tree_tokens)
-            for p in plain
+            Candidate(p.method, p.makespan, p.total, p.num_tree_tokens) for p in plain
         ),
         planning_seconds=time.perf_counter() - start,
     )
@@ -182,6 +192,15 @@ class _Priced:
     @property
     def makespan(self) -> float:
         return float(self.seconds.max())
+
+    @property
+    def total(self) -> float:
+        return float(self.seconds.sum())
+
+    def is_good(self, least_total: float) -> bool:
+        """Whether no other partition can be noticeably better."""
+        mean = self.total / len(self.seconds)
+        return self.makespan <= 1.006 * mean and self.total <= 1.005 * least_total
 
 
 def _ranks_of(bounds: IntArray) -> IntArray:

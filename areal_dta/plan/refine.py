@@ -24,6 +24,7 @@ from areal_dta.tree.leaf_order import IntArray, LeafOrder
 
 _GOOD_ENOUGH = 1.005  # slowest over mean rank: predictions are no better
 MAX_PRICINGS = 20_000
+PRICINGS_A_RANK = 60  # on top, to look at each
 REPEATED_WEIGHT = 0.4
 """What a second more in all is worth, in seconds of the slowest rank."""
 _MAX_SEQUENCES = 200_000  # beyond, ranks hold so many that cuts alone are balanced
@@ -59,19 +60,22 @@ def refine(
     rank_N: IntArray,
     num_ranks: int,
     repeated_weight: float = REPEATED_WEIGHT,
-    max_pricings: int = MAX_PRICINGS,
-) -> tuple[IntArray, int]:
-    """A rank for each sequence [N] with a smaller makespan; and how many moves."""
+    max_pricings: int | None = None,
+) -> tuple[IntArray, int, int]:
+    """A rank for each sequence [N] with a smaller makespan; how many moves that took;
+    and how many pricings, each some microseconds."""
     n = len(order)
     if num_ranks < 2 or n < 2 or n > _MAX_SEQUENCES:
-        return rank_N, 0
+        return rank_N, 0, 0
     if 1 + np.count_nonzero(np.diff(rank_N)) > _MAX_RUNS * num_ranks:
-        return rank_N, 0
+        return rank_N, 0, 0
     ranks = _Ranks(pricing, order, prices, rank_N, num_ranks)
+    if max_pricings is None:
+        max_pricings = MAX_PRICINGS + PRICINGS_A_RANK * num_ranks
     num_moves = 0
     while ranks.num_pricings < max_pricings and ranks.improve(repeated_weight):
         num_moves += 1
-    return ranks.assignment(n), num_moves
+    return ranks.assignment(n), num_moves, ranks.num_pricings
 
 
 class _Ranks:

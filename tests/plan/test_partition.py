@@ -157,7 +157,7 @@ def test_moves_never_make_it_slower(batch, num_ranks, data):
     prices = RangePrices(PRICING, order, order.length_N)
     ranks = st.integers(0, num_ranks - 1)
     rank_N = np.array([data.draw(ranks) for _ in batch], np.int64)
-    moved_N, num_moves = refine(PRICING, order, prices, rank_N, num_ranks)
+    moved_N, num_moves, _ = refine(PRICING, order, prices, rank_N, num_ranks)
     before, _ = price_subsets(PRICING, order, order.length_N, rank_N, num_ranks)
     after, _ = price_subsets(PRICING, order, order.length_N, moved_N, num_ranks)
     if num_moves:
@@ -171,7 +171,7 @@ def test_a_long_branch_between_two_cuts_is_moved():
     order = LeafOrder.from_arrays([400, 600, 200], [0, 0, 0])
     prices = RangePrices(PRICING, order, order.length_N)
     cut_N = np.array([0, 1, 1])
-    moved_N, num_moves = refine(PRICING, order, prices, cut_N, 2)
+    moved_N, num_moves, _ = refine(PRICING, order, prices, cut_N, 2)
     assert num_moves == 1
     assert moved_N[0] == moved_N[2] != moved_N[1]
 

@@ -1,0 +1,169 @@
+"""Real ranks on this machine: each runs its share of a batch through the executor."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_dta.executor import ExecutorConfig, TreeExecutor
+from areal_dta.processes.loopback import LOOPBACK_ENV
+from bench.models import build_model
+from bench.work import Work
+from bench.workloads import Workload
+
+WARM_UP_RUNS = 3  # that the cost model learns from
+Assignments = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankJob:
+    """What all ranks are told."""
+
+    model: str
+    workload: Workload
+    seed: int
+    block_tokens: int
+    repeats: int
+    warm_up: Assignments
+    """Run first, to learn from."""
+    plans: dict[str, Assignments]
+    timeout_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    samples: list[list[float]]
+    """Blocks of the warm-up, as ``BlockSample.as_row`` has them."""
+    blocks: dict[str, list[list[float]]]
+    """Those of the plans, of all repeats."""
+    seconds: dict[str, list[float]]
+    """Of each plan, each repeat."""
+    checksum: dict[str, float]
+    """Of each plan, a norm of the gradient summed over the ranks."""
+
+
+def run_ranks(job: RankJob, num_ranks: int) -> list[RankResult]:
+    """Run ``job`` on gloo ranks over loopback; none is left behind.
+
+    Raises:
+        RuntimeError: a rank failed, or they took longer than the time-out.
+    """
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_rank, args=(job, rank, num_ranks, folder))
+            for rank in range(num_ranks)
+        ]
+        deadline = time.monotonic() + job.timeout_seconds
+        try:
+            for process in processes:
+                process.start()
+            while True:
+                alive = any(p.is_alive() for p in processes)
+                failed = [r for r, p in enumerate(processes) if p.exitcode]
+                if failed:
+                    raise RuntimeError(
+                        f"rank {failed[0]} failed, see its message above"
+                    )
+                if not alive:
+                    break
+                if time.monotonic() > deadline:
+                    raise RuntimeError(
+                        f"{num_ranks} ranks took more than {job.timeout_seconds:.0f} s;"
+                        " make the work smaller or raise --timeout"
+                    )
+                time.sleep(0.05)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                if process.pid is not None:
+                    process.join()
+        contents = [
+            json.loads((Path(folder) / f"{rank}.json").read_text())
+            for rank in range(num_ranks)
+        ]
+    return [RankResult(**content) for content in contents]
+
+
+def _rank(job: RankJob, rank: int, num_ranks: int, folder: str) -> None:
+    os.dup2(2, 1)  # gloo reports on stdout, where the tables go
+    os.environ.update(LOOPBACK_ENV)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=job.timeout_seconds),
+    )
+    try:
+        result = _measure(job, rank)
+        (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure(job: RankJob, rank: int) -> dict[str, Any]:
+    model = build_model(job.model, torch.float32, torch.device("cpu"), job.seed)
+    executor = TreeExecutor(model, ExecutorConfig(block_tokens=job.block_tokens))
+    whole = Work.of(job.workload, torch.device("cpu"), job.seed)
+
+    def run(indices: Sequence[int]) -> float:
+        work = whole.subset(indices)
+        # the loss is over the loss tokens of the batch, not of this rank's share
+        share = work.workload.num_loss_tokens / max(1, whole.workload.num_loss_tokens)
+
+        def loss(index: int, logprobs: Tensor, entropy: Tensor) -> Tensor:
+            return work.loss(index, logprobs, entropy) * share
+
+        model.zero_grad(set_to_none=True)
+        dist.barrier()
+        start = time.perf_counter()
+        executor.forward_backward(work.tree, loss, work.positions)
+        return time.perf_counter() - start
+
+    run(job.warm_up[rank])  # kernels and memory are set up; not learned from
+    samples: list[list[float]] = []
+    for _ in range(WARM_UP_RUNS):
+        run(job.warm_up[rank])
+        samples += (list(s.as_row()) for s in executor.last_samples)
+    blocks: dict[str, list[list[float]]] = {name: [] for name in job.plans}
+    seconds: dict[str, list[float]] = {name: [] for name in job.plans}
+    checksum: dict[str, float] = {}
+    for _ in range(job.repeats):
+        for name, assignments in job.plans.items():
+            seconds[name].append(run(assignments[rank]))
+            if assignments[rank]:
+                blocks[name] += (list(s.as_row()) for s in executor.last_samples)
+            checksum[name] = _checksum(model)
+    return {
+        "samples": samples,
+        "blocks": blocks,
+        "seconds": seconds,
+        "checksum": checksum,
+    }
+
+
+def _checksum(model: Any) -> float:
+    """Norm of the gradient of the batch: every plan has the same."""
+    total = 0.0
+    for parameter in model.parameters():
+        grad = parameter.grad
+        grad = torch.zeros_like(parameter) if grad is None else grad.clone()
+        dist.all_reduce(grad)
+        total += float(grad.double().square().sum())
+    return total**0.5
