@@ -105,9 +105,11 @@ class ChatClient:
             cause = error.__cause__ or error
             raise self._error(f"cannot be reached ({cause})") from error
         except openai.APIStatusError as error:
-            if any(text in str(error) for text in _TOO_LONG):
-                raise ContextFullError(str(error)) from error
-            raise self._error(f"refused: {error!s:.300}") from error
+            said = error.response.text
+            if any(text in said for text in _TOO_LONG):
+                raise ContextFullError(said) from error
+            status = error.status_code
+            raise self._error(f"refused, status {status}: {said:.300}") from error
         except openai.APIError as error:
             raise self._error(f"answered with nonsense: {error!s:.300}") from error
         if not completion.choices:
