@@ -7,12 +7,15 @@ from the weights that the trainer has now.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from areal.infra.rpc.rtensor import RTensor
+
+from areal_dta.rollout.fetch import fetch
+
+_KEYS = ("attention_mask", "logprobs", "versions", "loss_mask", "own")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +46,10 @@ def logprob_gap(
             (AReaL's convention for what an engine returns).
         version: of the trainer's weights.
     """
-    items = _at_hand(
-        {key: item[key] for key in ("logprobs", "versions", "loss_mask")} | {"own": own}
-        for item, own in zip(batch, recomputed, strict=True)
-    )
+    together = [
+        {**item, "own": own} for item, own in zip(batch, recomputed, strict=True)
+    ]
+    items = fetch(together, _KEYS)
     num_tokens, largest = 0, 0.0
     for item in items:
         fresh_BT = (item["versions"] == version) & item["loss_mask"].bool()
@@ -56,12 +59,3 @@ def logprob_gap(
         if gap.numel():
             largest = max(largest, float(gap.max()))
     return LogprobGap(num_tokens, largest)
-
-
-def _at_hand(items: Iterable[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
-    # Copies: a filled RTensor would be sent along, data and all, with later calls.
-    copies = [
-        {k: replace(v) if isinstance(v, RTensor) else v for k, v in item.items()}
-        for item in items
-    ]
-    return list(RTensor.localize(copies))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from areal_dta.rollout.collector.collector import Leaves, leaves_of
@@ -23,11 +23,22 @@ class PlannedBatch(list[Item]):
         self.step = step
         self.num_minibatches = 1
         """That the actor will train it in; plans for forward passes follow."""
+        self.wait: Callable[[], None] | None = None
+        """Until it has been planned, where that is done by another thread."""
         self._plans: dict[tuple[int, int, int], BatchPlan] = {}
 
     def plan(
         self, planner: BatchPlanner, num_ranks: int, num_minibatches: int
     ) -> BatchPlan:
+        if self.wait is not None:
+            wait, self.wait = self.wait, None
+            wait()
+        return self.plan_here(planner, num_ranks, num_minibatches)
+
+    def plan_here(
+        self, planner: BatchPlanner, num_ranks: int, num_minibatches: int
+    ) -> BatchPlan:
+        """In this thread."""
         key = id(planner), num_ranks, num_minibatches
         if key not in self._plans:
             self._plans[key] = planner.plan(
@@ -40,7 +51,7 @@ class PlannedBatch(list[Item]):
         assert len(items) == len(self)
         batch = PlannedBatch(items, self.leaves, self.step)
         batch.num_minibatches = self.num_minibatches
-        batch._plans = self._plans
+        batch.wait, batch._plans = self.wait, self._plans
         return batch
 
     @property

@@ -11,7 +11,6 @@ Any number of items, rows and ranks works. A rank without rows takes part in all
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -113,8 +112,7 @@ class DTAActorController(DispatchController, PPOActorController):
 
     def compute_advantages(self, items: Sequence[Item]) -> PlannedBatch:
         batch = planned(items)
-        plan = self._plan(batch, batch.num_minibatches)
-        numbers = _whole_items(batch, plan)
+        numbers = whole_items(batch, self.parallel_strategy.dp_size)
         sent = [[batch[i] for i in of_rank] for of_rank in numbers]
         widths = [batch.width] * len(sent)
         results = self._call_heads("dispatch_advantages", sent, widths)
@@ -129,13 +127,13 @@ class DTAActorController(DispatchController, PPOActorController):
         collection = getattr(self.rollout, "collection", None)
         if collection is None:
             return list(super().prepare_batch(*args, **kwargs))
+        num_minibatches = self.config.ppo_n_minibatches
+        num_ranks = self.parallel_strategy.dp_size
         batch: PlannedBatch = collection.next_batch(
-            lambda: PPOActorController.prepare_batch(self, *args, **kwargs)
+            lambda: PPOActorController.prepare_batch(self, *args, **kwargs),
+            lambda b: b.plan_here(self.planner, num_ranks, num_minibatches),
         )
-        started = time.perf_counter()
-        batch.num_minibatches = self.config.ppo_n_minibatches
-        self._plan(batch, batch.num_minibatches)
-        collection.collector.add_seconds("plan", time.perf_counter() - started)
+        batch.num_minibatches = num_minibatches
         return batch
 
 
@@ -184,16 +182,19 @@ def _forward_item(item: Item) -> Item:
     }
 
 
-def _whole_items(batch: PlannedBatch, plan: BatchPlan) -> list[list[int]]:
-    """Each item to the rank that trains most of its rows: it fetches them anyway."""
-    num_rows = [[0] * plan.num_ranks for _ in batch]
-    for rank in range(plan.num_ranks):
-        for m in range(len(plan.minibatches)):
-            for item, _ in plan.rows(rank, m):
-                num_rows[item][rank] += 1
-    numbers: list[list[int]] = [[] for _ in range(plan.num_ranks)]
-    for item, of_ranks in enumerate(num_rows):
-        numbers[of_ranks.index(max(of_ranks))].append(item)
+def whole_items(batch: PlannedBatch, num_ranks: int) -> list[list[int]]:
+    """Items in depth-first order, cut evenly by tokens: without waiting for the plan,
+    much of an item goes to the rank that will train it, which fetches it anyway."""
+    tokens: dict[int, int] = {}
+    lengths = batch.leaves.order.length_N.tolist()
+    for (item, _), length in zip(batch.leaves.owners, lengths, strict=True):
+        tokens[item] = tokens.get(item, 0) + length
+    total, before = sum(tokens.values()), 0
+    numbers: list[list[int]] = [[] for _ in range(num_ranks)]
+    for item, num in tokens.items():
+        middle = before + num / 2
+        numbers[min(num_ranks - 1, int(middle * num_ranks / total))].append(item)
+        before += num
     return numbers
 
 

@@ -9,22 +9,32 @@ from typing import Any
 from areal.infra.rpc.rtensor import RTensor, clear_fetch_buffer
 from areal.infra.utils.concurrent import run_async_task
 
+from areal_dta.engine.shares import join_pieces
+
 
 def fetch(items: Sequence[dict[str, Any]], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """Copies of items with some of their keys, each tensor at hand.
+    """Copies of items with some of their keys, each tensor at hand and whole.
 
     The items stay as they are: a filled RTensor would be sent along, data and all, with
-    every later call to a worker.
+    every later call to a worker. A value in pieces (`engine/shares.py`) is joined if
+    ``attention_mask`` is among the keys.
     """
     copies = [
-        {
-            key: replace(value) if isinstance(value, RTensor) else value
-            for key, value in item.items()
-            if key in keys
-        }
+        {key: _copy(value) for key, value in item.items() if key in keys}
         for item in items
     ]
-    return list(RTensor.localize(copies))
+    local = RTensor.localize(copies)
+    return [join_pieces(x) if "attention_mask" in x else x for x in local]
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, RTensor):
+        return replace(value)
+    if isinstance(value, dict):
+        return {key: _copy(of) for key, of in value.items()}
+    if isinstance(value, list):
+        return [_copy(of) for of in value]
+    return value
 
 
 def forget(items: Iterable[dict[str, Any]], keys: Sequence[str]) -> None:

@@ -89,7 +89,7 @@ class Collector:
         Raises:
             Rejected: it is not to be trained on; counted and logged.
         """
-        started = time.perf_counter()
+        started = time.thread_time()
         try:
             group = read_group(item, self.max_sequence_tokens)
             if self._is_stale(group.head_version, version):
@@ -106,7 +106,7 @@ class Collector:
             raise
         finally:
             with self._lock:
-                self._seconds["insert"] += time.perf_counter() - started
+                self._seconds["insert"] += time.thread_time() - started
 
     def count_rejected(self, reason: str) -> None:
         with self._lock:
@@ -174,20 +174,28 @@ class Collector:
             return sorted(self._waiting)
 
     def take_metrics(self, step_seconds: float) -> dict[str, float]:
-        """Counts and seconds since the last call, and what waits now."""
+        """Counts and seconds since the last call, and what waits now.
+
+        ``insert_seconds`` and ``plan_seconds`` are of the collector's own thread on a
+        processor, ``share_of_step`` their sum; ``fetch_seconds`` it waits for the
+        tensors that it looks at; ``wait_seconds`` the trainer waits for any of it.
+        """
         with self._lock:
             counts, seconds = self._counts, self._seconds
             self._counts, self._seconds = Counter(), defaultdict(float)
             total, trees = self._forest.total, len(self._forest.trees)
             num_waiting = len(self._waiting)
         own = seconds["insert"] + seconds["plan"]
+        share = 1 / step_seconds if step_seconds > 0 else 0.0
         values: dict[str, float] = {
             "inserted": counts["inserted"],
             "evicted_stale": counts["evicted_stale"],
             "insert_seconds": seconds["insert"],
             "fetch_seconds": seconds["fetch"],
             "plan_seconds": seconds["plan"],
-            "share_of_step": own / step_seconds if step_seconds > 0 else 0.0,
+            "wait_seconds": seconds["wait"],
+            "share_of_step": own * share,
+            "wait_share_of_step": seconds["wait"] * share,
             "waiting": num_waiting,
             "waiting_sequences": total.num_sequences,
             "waiting_sequence_tokens": total.sequence_tokens,

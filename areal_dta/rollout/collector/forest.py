@@ -35,24 +35,6 @@ class ForestStats:
     rows: int = 0
     """Outputs that are read, shared ones counted once."""
 
-    def __add__(self, other: ForestStats) -> ForestStats:
-        return ForestStats(
-            self.num_sequences + other.num_sequences,
-            self.sequence_tokens + other.sequence_tokens,
-            self.tree_tokens + other.tree_tokens,
-            self.pairs + other.pairs,
-            self.rows + other.rows,
-        )
-
-    def __sub__(self, other: ForestStats) -> ForestStats:
-        return self + ForestStats(
-            -other.num_sequences,
-            -other.sequence_tokens,
-            -other.tree_tokens,
-            -other.pairs,
-            -other.rows,
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
@@ -69,17 +51,19 @@ class _Leaf:
     def num_tokens(self) -> int:
         return len(self.key[0]) // 4
 
-    def branch(self, shared: int) -> ForestStats:
+    def branch(self, shared: int) -> _Counts:
         """What it adds to a forest whose sequences share its first tokens."""
         length = self.num_tokens
-        first_own = int(np.searchsorted(self.read_tokens, shared))
-        return ForestStats(
-            num_sequences=1,
-            sequence_tokens=length,
-            tree_tokens=length - shared,
-            pairs=(length * (length + 1) - shared * (shared + 1)) // 2,
-            rows=len(self.read_tokens) - first_own,
+        return (
+            1,
+            length,
+            length - shared,
+            (length * (length + 1) - shared * (shared + 1)) // 2,
+            len(self.read_tokens) - int(self.read_tokens.searchsorted(shared)),
         )
+
+
+_Counts = tuple[int, int, int, int, int]  # in the order of ForestStats' fields
 
 
 class PrefixForest:
@@ -93,8 +77,8 @@ class PrefixForest:
         self._keys: list[tuple[bytes, Owner]] = []
         self._shared: list[int] = []  # with the left neighbour
         self._key_of: dict[Owner, tuple[bytes, Owner]] = {}
-        self._trees: dict[int, ForestStats] = {}  # by first token
-        self._total = ForestStats()
+        self._trees: dict[int, list[int]] = {}  # counts, by first token
+        self._total = [0] * 5
 
     def __len__(self) -> int:
         return len(self._leaves)
@@ -104,12 +88,12 @@ class PrefixForest:
 
     @property
     def total(self) -> ForestStats:
-        return self._total
+        return ForestStats(*self._total)
 
     @property
     def trees(self) -> dict[int, ForestStats]:
         """By first token: sequences share a tree iff they share that."""
-        return dict(self._trees)
+        return {root: ForestStats(*counts) for root, counts in self._trees.items()}
 
     def insert(
         self,
@@ -123,16 +107,13 @@ class PrefixForest:
             read_tokens: depths of the tokens whose logprob is read, rising.
         """
         assert owner not in self._key_of and len(tokens), owner
-        key = (np.asarray(tokens).astype(">u4").tobytes(), owner)
-        leaf = _Leaf(key, np.asarray(read_tokens, np.int32))
+        key = (tokens.astype(">u4").tobytes(), owner)
+        leaf = _Leaf(key, read_tokens.astype(np.int32))
         at = bisect_left(self._keys, key)
         shared = _common(self._leaves[at - 1], leaf) if at else 0
-        self._count(leaf, shared, 1)
         if at < len(self._leaves):  # the right neighbour has a new left one
-            right = self._leaves[at]
-            self._count(right, self._shared[at], -1)
-            self._shared[at] = _common(leaf, right)
-            self._count(right, self._shared[at], 1)
+            self._share(at, _common(leaf, self._leaves[at]))
+        self._count(leaf, shared, 1)
         self._leaves.insert(at, leaf)
         self._keys.insert(at, key)
         self._shared.insert(at, shared)
@@ -142,13 +123,18 @@ class PrefixForest:
         at = bisect_left(self._keys, self._key_of.pop(owner))
         leaf, shared = self._leaves.pop(at), self._shared.pop(at)
         del self._keys[at]
-        self._count(leaf, shared, -1)
         if at < len(self._leaves):
-            right = self._leaves[at]
-            self._count(right, self._shared[at], -1)
             # in sorted order: what all three share, or what the outer two do
-            self._shared[at] = min(shared, self._shared[at])
-            self._count(right, self._shared[at], 1)
+            self._share(at, min(shared, self._shared[at]))
+        self._count(leaf, shared, -1)
+
+    def _share(self, at: int, shared: int) -> None:
+        """A leaf has another left neighbour."""
+        if shared != self._shared[at]:
+            leaf = self._leaves[at]
+            self._count(leaf, self._shared[at], -1)
+            self._count(leaf, shared, 1)
+            self._shared[at] = shared
 
     def owners(self) -> list[Owner]:
         """In depth-first order, equal sequences by their numbers."""
@@ -180,25 +166,23 @@ class PrefixForest:
 
     def stats(self, owners: Sequence[Owner], order: LeafOrder) -> ForestStats:
         """Of the forest of some sequences by themselves, as ``order`` gave them."""
-        branches = (
-            self._leaf(owner).branch(int(shared))
-            for owner, shared in zip(owners, order.lcp_N, strict=True)
-        )
-        return sum(branches, ForestStats())
+        sums = [0] * 5
+        for owner, shared in zip(owners, order.lcp_N.tolist(), strict=True):
+            for i, count in enumerate(self._leaf(owner).branch(shared)):
+                sums[i] += count
+        return ForestStats(*sums)
 
     def _leaf(self, owner: Owner) -> _Leaf:
         return self._leaves[bisect_left(self._keys, self._key_of[owner])]
 
     def _count(self, leaf: _Leaf, shared: int, sign: int) -> None:
-        branch = leaf.branch(shared)
-        root = int(leaf.tokens[0])
-        tree = self._trees.get(root, ForestStats())
-        tree = tree + branch if sign > 0 else tree - branch
-        self._total = self._total + branch if sign > 0 else self._total - branch
-        if tree.num_sequences:
-            self._trees[root] = tree
-        else:
-            self._trees.pop(root, None)
+        root = int.from_bytes(leaf.key[0][:4], "big")
+        tree = self._trees.setdefault(root, [0] * 5)
+        for i, count in enumerate(leaf.branch(shared)):
+            tree[i] += sign * count
+            self._total[i] += sign * count
+        if not tree[0]:
+            del self._trees[root]
 
 
 def _common(a: _Leaf, b: _Leaf) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from areal.infra import RolloutController
@@ -19,8 +19,10 @@ from areal_dta.rollout.batch import PLANNED_KEYS, Item, PlannedBatch, planned
 from areal_dta.rollout.collector.collector import Collector
 from areal_dta.rollout.collector.trajectory import FETCHED_KEYS, Rejected
 from areal_dta.rollout.fetch import delete, fetch, forget
+from areal_dta.rollout.planner import BatchPlan
 from areal_dta.rollout.prompts import PromptLoader
 
+_PLAN_TIMEOUT_SECONDS = 600.0
 _READ_LATER = (*PLANNED_KEYS, "rewards")  # by who measures the batch
 
 
@@ -51,8 +53,15 @@ class Collection:
         dispatcher.task_factory = self._collected
         controller.collection = self  # type: ignore[attr-defined]
 
-    def next_batch(self, prepare: Callable[[], list[Item]]) -> PlannedBatch:
-        """AReaL's next batch, its items in the order in which they were issued."""
+    def next_batch(
+        self,
+        prepare: Callable[[], list[Item]],
+        plan: Callable[[PlannedBatch], BatchPlan],
+    ) -> PlannedBatch:
+        """AReaL's next batch, its items in the order in which they were issued.
+
+        It is planned meanwhile: who needs the plan waits for it.
+        """
         self._evict_stale()
         items: list[Item] = []
         while not items:  # with dynamic_bs all of a batch may have been rejected
@@ -71,8 +80,23 @@ class Collection:
         batch.step = self._step
         self._step += 1
         self.last_batch = batch
-        self.collector.add_seconds("plan", time.perf_counter() - started)
+        planning = self._executor.submit(self._plan, plan, batch)
+        batch.wait = lambda: self._wait(planning)
+        self.collector.add_seconds("wait", time.perf_counter() - started)
         return batch
+
+    def _plan(
+        self, plan: Callable[[PlannedBatch], BatchPlan], batch: PlannedBatch
+    ) -> None:
+        """Runs in the collector's thread."""
+        started = time.thread_time()
+        plan(batch)
+        self.collector.add_seconds("plan", time.thread_time() - started)
+
+    def _wait(self, planning: Future[None]) -> None:
+        started = time.perf_counter()
+        planning.result(timeout=_PLAN_TIMEOUT_SECONDS)
+        self.collector.add_seconds("wait", time.perf_counter() - started)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
