@@ -35,9 +35,12 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("hardware", ["cpu", "gpu"])
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [(name, "tiny") for name in EXPERIMENTS]
+    + [("gsm8k_grpo.yaml", model) for model in MODELS],
+)
 def test_every_yaml_fits_the_schema(name: str, hardware: str, model: str) -> None:
     config = load(f"hardware={hardware}", f"model={model}", name=name)
     assert config.actor.path

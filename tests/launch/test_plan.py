@@ -20,7 +20,10 @@ from tests.launch.running import run_launcher
 
 CONFIGS = project_config_dir()
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
-EXPERIMENTS = sorted(path.name for path in CONFIGS.glob("*.yaml"))
+# Those of recipes have data sets, and tests, of their own.
+EXPERIMENTS = sorted(
+    path.name for path in CONFIGS.glob("*.yaml") if "recipes." not in path.read_text()
+)
 
 
 @pytest.fixture(autouse=True)
@@ -41,8 +44,11 @@ def dry_run(capfd: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, st
 
 
 class TestDryRun:
-    @pytest.mark.parametrize("model", MODELS)
-    @pytest.mark.parametrize("name", EXPERIMENTS)
+    @pytest.mark.parametrize(
+        ("name", "model"),
+        [(name, "tiny") for name in EXPERIMENTS]
+        + [("gsm8k_grpo.yaml", model) for model in MODELS],
+    )
     def test_every_yaml(
         self, capfd: pytest.CaptureFixture[str], cwd: Path, name: str, model: str
     ) -> None:
@@ -56,9 +62,13 @@ class TestDryRun:
         assert (code, err) == (0, "")
         config, plan = out.split("\nplan\n")
         assert "experiment_name:" in config
-        for title in ("training", "rollouts", "model", "data", "steps", "sharing"):
+        titles = ["training", "model", "data", "steps", "sharing"]
+        if "\nalgorithm: " not in config:
+            titles.append("rollouts")
+        for title in titles:
             assert f"\n  {title} " in f"\n{plan}"
-        assert "64 prompts" in plan
+        rows = r"64 (prompts|examples|pairs)"
+        assert re.search(rows, plan)
         assert str(cwd / "outputs") in plan
         assert list(cwd.iterdir()) == []  # nothing was started, nothing written
 
@@ -73,6 +83,21 @@ class TestDryRun:
         assert "  steps     3 of 16 prompts x 8 samples, at most 48 new tokens" in out
         assert "0.85 M parameters, float32" in out
         assert "hardware=auto: torch" in out
+
+    def test_models_beside_the_actor(self, capfd: pytest.CaptureFixture[str]) -> None:
+        _, out, _ = dry_run(
+            capfd,
+            *("--config", "gsm8k_ppo.yaml", "hardware=cpu", "critic.backend=fsdp:d2"),
+        )
+        assert "  critic    AReaL's dense engine (fsdp) on 2 processes\n" in out
+        assert "  ref       prefix-tree engine (dta) on 1 process" in out
+
+    def test_the_sharing_of_pairs_is_measured(
+        self, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        _, out, _ = dry_run(capfd, "--config", "gsm8k_rw.yaml", "hardware=cpu")
+        ratio = re.search(r"sharing +([\d.]+) sequence tokens per tree token", out)
+        assert ratio and float(ratio[1]) > 2.0
 
     @pytest.mark.parametrize(
         ("override", "message"),

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import math
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
+import torch
 from rich.console import Console
 
+from areal_dta.config import ALGORITHMS
+from areal_dta.plan import FlopModel
 from areal_dta.report import MetricsWriter, StepMetrics, read_metrics
 from areal_dta.report.alerts import AlertReader
+from areal_dta.report.batch import BatchMeter
 from areal_dta.report.collect import step_metrics
-from areal_dta.report.plot import plot_rewards, running_mean
+from areal_dta.report.plot import plot_losses, plot_rewards, running_mean
 from areal_dta.report.table import SHOWN_STEPS, RunView
 
 REQUIRED_KEYS = [
@@ -113,6 +119,68 @@ class TestMetrics:
         assert metrics.step_seconds == 4.0
         assert metrics.sequence_tokens is None
 
+    @pytest.mark.parametrize(
+        ("algorithm", "accuracy"),
+        [("sft", None), ("dpo", "reward_accuracy"), ("rw", "correct_ratio")],
+    )
+    def test_from_areals_statistics_without_rollouts(
+        self, algorithm: str, accuracy: str | None
+    ) -> None:
+        stats = {
+            f"{algorithm}/loss/avg": 0.5,
+            f"{algorithm}/grad_norm": 2.0,
+            f"{algorithm}-eval/loss/avg": 9.0,
+            f"{algorithm}/{accuracy}/avg": 0.75,
+            "timeperf/ref_logp": 0.5,
+            "timeperf/train_step": 1.0,
+        }
+        metrics = step_metrics(1, stats, None, 2.0)
+        assert (metrics.loss, metrics.grad_norm) == (0.5, 2.0)
+        assert metrics.accuracy == (None if accuracy is None else 0.75)
+        assert metrics.train_seconds == 1.5
+        assert metrics.reward is metrics.rollout_seconds is metrics.value_loss is None
+
+    def test_what_a_critic_and_a_reference_cost(self) -> None:
+        stats = {
+            "ppo_critic/critic_loss/avg": 0.25,
+            "timeperf/critic_values": 1.0,
+            "timeperf/ref_logp": 2.0,
+            "timeperf/teacher_logp": 4.0,
+            "timeperf/train_step": 8.0,
+            "timeperf/critic_train_step": 16.0,
+        }
+        metrics = step_metrics(1, stats, None, 40.0)
+        assert metrics.value_loss == 0.25
+        assert metrics.train_seconds == 31.0
+
+
+class TestMeter:
+    def test_a_reward_model_reads_the_last_value_alone(self) -> None:
+        """By hand: a model whose FLOPs are its tokens, and 10 for each output."""
+        flops = FlopModel(per_token=1.0, per_pair=0.0, per_logit_row=10.0)
+        batch = [
+            {
+                "input_ids": torch.tensor([ids]),
+                "attention_mask": torch.ones(1, len(ids), dtype=torch.bool),
+            }
+            for ids in ([1, 2, 3, 4], [1, 2, 3, 5])
+        ]
+        shape = BatchMeter(flops, 512, None, of_scores=True).measure(batch)
+        assert (shape.num_sequences, shape.tree_tokens, shape.reward) == (2, 5, None)
+        # dense: 8 tokens and 8 outputs; tree: 5 tokens and 2 outputs
+        assert shape.predicted_saving == pytest.approx(1 - (5 + 20) / (8 + 80))
+
+    def test_the_loss_mask_says_what_a_policy_reads(self) -> None:
+        flops = FlopModel(per_token=1.0, per_pair=0.0, per_logit_row=10.0)
+        item = {
+            "input_ids": torch.tensor([[1, 2, 3, 4]]),
+            "attention_mask": torch.ones(1, 4, dtype=torch.bool),
+            "loss_mask": torch.tensor([[0, 0, 1, 0]]),
+        }
+        shape = BatchMeter(flops, 512, None).measure([item])
+        # The output before the third token, for which the first two are computed.
+        assert shape.predicted_saving == pytest.approx(1 - (2 + 10) / (4 + 40))
+
 
 class TestView:
     def view(self, terminal: bool) -> tuple[RunView, io.StringIO]:
@@ -137,6 +205,17 @@ class TestView:
             "rollout_s 1.00  train_s 0.50  update_s 0.20  step_s 1.75"
         )
         assert lines[2] == "[/not markup]"
+
+    @pytest.mark.parametrize("algorithm", ALGORITHMS)
+    def test_columns_follow_the_algorithm(self, algorithm: str) -> None:
+        view, out = self.view(terminal=False)
+        with view:
+            view.set_run(50, algorithm)
+            view.step(dataclasses.replace(make_step(), accuracy=0.875))
+        line = out.getvalue()
+        assert ("reward 0.500" in line) is (algorithm == "ppo")
+        assert ("accuracy 0.875" in line) is (algorithm in ("dpo", "rw"))
+        assert "loss -0.0123" in line and "sharing 6.00" in line
 
     def test_unknown_values_are_dashes(self) -> None:
         view, out = self.view(terminal=False)
@@ -167,6 +246,12 @@ class TestPlot:
         steps = [make_step(s, reward=s / 10) for s in range(1, 6)]
         path = tmp_path / "reward.png"
         assert plot_rewards(steps, path, "title", "A note. " * 40)
+        assert path.read_bytes().startswith(b"\x89PNG")
+
+    def test_losses(self, tmp_path: Path) -> None:
+        steps = [make_step(s, reward=None) for s in range(1, 6)]
+        path = tmp_path / "loss.png"
+        assert plot_losses(steps, path, "title")
         assert path.read_bytes().startswith(b"\x89PNG")
 
     def test_no_reward_no_file(self, tmp_path: Path) -> None:
