@@ -277,7 +277,7 @@ def train_sections(config: DTAConfig) -> list[TrainSection]:
     sections = [TrainSection("actor", kind, config.actor)]
     if getattr(config, "critic", None) is not None:
         sections.append(TrainSection("critic", "critic", config.critic))
-    if getattr(config, "ref", None) is not None:
+    if uses_reference(config):
         sections.append(TrainSection("ref", kind, config.ref))
     teacher = getattr(config, "teacher", None)
     if teacher is not None and teacher.engine_type == "train":

@@ -21,7 +21,6 @@ from areal_dta.config import (
     actor_backend,
     rollout_backend,
     train_sections,
-    uses_reference,
 )
 from areal_dta.prepare import Job
 from areal_dta.report.batch import batch_meter
@@ -102,10 +101,9 @@ def plan_text(job: Job) -> str:
     config = job.config
     lines = {"training": _training(config.actor, actor_backend(config))}
     for section in train_sections(config)[1:]:
-        title = section.name.removesuffix(".train")
-        if title == "ref" and not uses_reference(config):
-            continue
-        lines[title] = _training(section.config, section.backend)
+        lines[section.name.removesuffix(".train")] = _training(
+            section.config, section.backend
+        )
     if isinstance(config, DTAGRPOConfig):
         lines |= {
             "rollouts": _rollouts(config),
