@@ -193,8 +193,9 @@ class Dispatch:
     # ---- simulated
 
     def batches(self, num_sequences: int) -> list[Batch]:
-        most = min(num_sequences, 512)
-        workload, groups = tau2_workload(TAU2, self.sizes(most, None), self._replayed)
+        # planned, never run, so of any vocabulary
+        sizes = Sizes(2**31, self.args.seed, None, min(num_sequences, 512))
+        workload, groups = tau2_workload(TAU2, sizes, self._replayed)
         batch = batch_of(workload, groups)
         return [
             replicated(batch, num_sequences),

@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,6 +100,7 @@ def run_ranks(job: RankJob, num_ranks: int) -> list[RankResult]:
 
 
 def _rank(job: RankJob, rank: int, num_ranks: int, folder: str) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(2, 1)  # gloo reports on stdout, where the tables go
     os.environ.update(LOOPBACK_ENV)
     torch.set_num_threads(1)
@@ -115,6 +117,14 @@ def _rank(job: RankJob, rank: int, num_ranks: int, folder: str) -> None:
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _end_with_parent() -> None:
+    """A rank whose parent was killed must not wait for the others."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _measure(job: RankJob, rank: int) -> dict[str, Any]:
