@@ -17,6 +17,7 @@ from areal.trainer.rl_trainer import PPOTrainer
 
 from areal_dta.collecting_trainer import CollectingTrainer
 from areal_dta.config import DTAGRPOConfig, DTAPPOActorConfig, DTAPPOCriticConfig
+from areal_dta.processes import proxy
 from areal_dta.report.logprob_gap import LogprobGap, logprob_gap
 from areal_dta.watched_trainer import WatchedTrainer, wrapped
 from areal_dta.weight_sync import load_when_saved
@@ -45,6 +46,21 @@ class DTATrainer(CollectingTrainer, WatchedTrainer, PPOTrainer):
             wrapped(self.actor, "clear_batches", self._cleared),
         ):
             super().train(workflow, *args, **kwargs)
+
+    def _ensure_proxy_started(self) -> None:
+        with wrapped(self.scheduler, "fork_workers", self._with_our_proxy):
+            super()._ensure_proxy_started()
+
+    def _with_our_proxy(self, fork: Callable[..., Any]) -> Callable[..., Any]:
+        """AReaL's agent proxy, started through a module of ours (`proxy` says why)."""
+        local = self.config.launch.loopback and self.config.scheduler.type == "local"
+        module = proxy.LOOPBACK_MODULE if local else proxy.MODULE
+
+        def forked(*args: Any, command: str | None = None, **kwargs: Any) -> Any:
+            ours = module if command == proxy.AREAL_MODULE else command
+            return fork(*args, command=ours, **kwargs)
+
+        return forked
 
     def _compared(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The trainer's logprobs, compared with the rollout server's on the way."""

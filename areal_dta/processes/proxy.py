@@ -8,6 +8,9 @@ Third-party patches of areal 1.0.x with newer litellm, all of this process alone
 * ``chat_template_kwargs`` of a request, as SGLang and vLLM take them (for example
   ``{"enable_thinking": false}``), reach the chat template. AReaL's client takes them,
   but its server drops the field.
+* Exported sequences say which of them begins an episode (AReaL's key
+  ``begin_of_trajectory``), so that an episode of many model calls counts its reward
+  once where rewards are normalised.
 * `areal_dta.processes.loopback_proxy` is the same, on loopback only.
 """
 
@@ -123,12 +126,30 @@ def pass_template_kwargs(server: Any) -> None:
     )
 
 
+def mark_trajectory_starts(server: Any) -> None:
+    """Let the exported sequences of an episode tell its first one from the others."""
+    serialize = server.serialize_interactions
+
+    @functools.wraps(serialize)
+    def serialize_marked(interactions: dict[str, Any]) -> Any:
+        import torch
+
+        for number, interaction in enumerate(interactions.values()):
+            if interaction.has_tensor_data:  # makes the tensors, or returns them again
+                tensors = interaction.to_tensor_dict()
+                tensors["begin_of_trajectory"] = torch.tensor([int(number == 0)])
+        return serialize(interactions)
+
+    server.serialize_interactions = serialize_marked
+
+
 def main(loopback: bool = False) -> None:
     if not (found := version("areal")).startswith("1.0."):
         raise RuntimeError(f"{MODULE} is checked with areal 1.0.x, found {found}")
     alias_litellm()
     server = importlib.import_module(AREAL_MODULE)
     pass_template_kwargs(server)
+    mark_trajectory_starts(server)
     if loopback:
         from areal_dta.processes.loopback import LOOPBACK, use_loopback
 

@@ -14,8 +14,6 @@ from areal.infra.scheduler.exceptions import (
 )
 from areal.infra.scheduler.local import LocalScheduler, WorkerInfo
 
-from areal_dta.processes import proxy
-
 
 class BoundedLocalScheduler(LocalScheduler):
     """Does not wait for ever for a worker that died while it started.
@@ -42,15 +40,11 @@ class BoundedLocalScheduler(LocalScheduler):
     def fork_workers(
         self, role: str, target_role: str, command: str | None = None
     ) -> list[str]:
-        """As AReaL's, with our agent proxy in place of its own (`proxy` says why).
-
+        """
         Raises:
             WorkerCreationError: with the end of the worker's log, which AReaL leaves
                 out.
         """
-        if command == proxy.AREAL_MODULE:
-            loopback = self.exp_config is not None and self.exp_config.launch.loopback
-            command = proxy.LOOPBACK_MODULE if loopback else proxy.MODULE
         try:
             return super().fork_workers(role, target_role, command)
         except WorkerCreationError as e:
