@@ -17,16 +17,11 @@ from typing import Any, Final, TypeVar
 
 from areal.api.cli_args import (
     DPOConfig,
-    DPOEngineConfig,
     GenerationHyperparameters,
     GRPOConfig,
     InferenceEngineConfig,
-    PPOActorConfig,
-    PPOCriticConfig,
     RWConfig,
     SFTConfig,
-    TeacherConfig,
-    TrainEngineConfig,
     to_structured_cfg,
 )
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -39,8 +34,13 @@ from areal_dta.backends import (
     parse_backend,
 )
 from areal_dta.compose import Composed, ConfigError, did_you_mean, one_line
-from areal_dta.engine.options import DTAOptions
-from areal_dta.engine.prox_logp import fuses_prox_logp
+from areal_dta.engine_config import (
+    DTADPOEngineConfig,
+    DTAPPOActorConfig,
+    DTAPPOCriticConfig,
+    DTATeacherConfig,
+    DTATrainEngineConfig,
+)
 from areal_dta.rollout.local import LocalServerConfig
 
 ALGORITHMS: Final = ("ppo", "sft", "dpo", "rw")
@@ -49,51 +49,6 @@ ALGORITHMS: Final = ("ppo", "sft", "dpo", "rw")
 KIND_OF: Final = {"ppo": "actor", "sft": "lm", "dpo": "dpo", "rw": "rw"}
 # Sections that presets such as hardware=cpu also give to jobs without rollouts.
 _ROLLOUT_SECTIONS: Final = ("rollout", "gconfig", "local")
-
-
-@dataclass
-class TreeEngineFields:
-    """What we add to each of AReaL's configurations of a training engine."""
-
-    dta: DTAOptions = field(default_factory=DTAOptions)
-    engine: str = field(
-        default="",
-        metadata={"help": "Set by the trainer: the engine that `backend` selected."},
-    )
-
-
-@dataclass
-class DTAPPOActorConfig(TreeEngineFields, PPOActorConfig):
-    """AReaL's actor configuration with the tree engine's options; also that of the
-    reference and of a teacher."""
-
-    def should_compute_prox_logp(self) -> bool:
-        """Whether the trainer runs a forward pass for the proximal logprobs."""
-        if self.engine == "dta" and fuses_prox_logp(self):
-            return False
-        return bool(super().should_compute_prox_logp())
-
-
-@dataclass
-class DTAPPOCriticConfig(TreeEngineFields, PPOCriticConfig):
-    """AReaL's critic configuration with the tree engine's options."""
-
-
-@dataclass
-class DTATrainEngineConfig(TreeEngineFields, TrainEngineConfig):
-    """Of supervised fine-tuning and of reward models."""
-
-
-@dataclass
-class DTADPOEngineConfig(TreeEngineFields, DPOEngineConfig):
-    """Of DPO, for the model and for its reference."""
-
-
-@dataclass
-class DTATeacherConfig(TeacherConfig):
-    """AReaL's teacher; `train.backend` may also be ``dta:dN``."""
-
-    train: DTAPPOActorConfig | None = None
 
 
 @dataclass

@@ -23,13 +23,14 @@ import torch
 import torch.distributed as dist
 from areal.api.cli_args import MicroBatchSpec, NormConfig, PPOCriticConfig
 
-from areal_dta.config import DTAOptions, DTAPPOActorConfig
 from areal_dta.engine import (
     DensePPOActor,
     DensePPOCritic,
     DTAPPOActor,
     DTAPPOCritic,
 )
+from areal_dta.engine.options import DTAOptions
+from areal_dta.engine_config import DTAPPOActorConfig
 from areal_dta.rollout.dispatch import DTAActorController, DTACriticController
 from tests.engine.builders import (
     VOCAB_SIZE,

@@ -3,8 +3,8 @@
 import pytest
 from omegaconf import OmegaConf
 
-from areal_dta.config import DTAPPOActorConfig
 from areal_dta.engine.options import DTAOptions
+from areal_dta.engine_config import DTAPPOActorConfig
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from areal.api.cli_args import (
     TrainEngineConfig,
 )
 
-from areal_dta.config import DTAOptions, DTAPPOActorConfig
 from areal_dta.engine import (
     DTADPOEngine,
     DTALMEngine,
@@ -23,6 +22,8 @@ from areal_dta.engine import (
     DTAPPOCritic,
     DTARWEngine,
 )
+from areal_dta.engine.options import DTAOptions
+from areal_dta.engine_config import DTAPPOActorConfig
 from tests.engine.builders import (
     actor_config,
     build_engine,
