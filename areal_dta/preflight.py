@@ -20,7 +20,6 @@ from areal_dta.compose import (
     ConfigError,
     did_you_mean,
     one_line,
-    usable_cpus,
 )
 from areal_dta.config import (
     DTAConfig,
@@ -29,7 +28,7 @@ from areal_dta.config import (
     rollout_backend,
     train_sections,
 )
-from areal_dta.engine.choice import PAIR_KINDS, VALUE_KINDS
+from areal_dta.engine.choice import PAIR_KINDS, VALUE_KINDS, engine_class
 from areal_dta.hardware import detect_hardware, num_gpus
 from areal_dta.preflight_rollout import (
     check_agent,
@@ -58,7 +57,6 @@ def check_config(config: DTAConfig, composed: Composed) -> list[str]:
     sections = train_sections(config)
     rollout = rollout_backend(config) if isinstance(config, DTAGRPOConfig) else None
     check_hardware(config, composed, sections, rollout)
-    check_ray(config, sections, rollout)
     if isinstance(config, DTAGRPOConfig):
         assert rollout is not None
         check_rollout(config, rollout)
@@ -141,27 +139,13 @@ def check_hardware(
         )
 
 
-def check_ray(
-    config: DTAConfig, sections: Sequence[TrainSection], rollout: Backend | None
-) -> None:
-    """Ray waits for ever, and says nothing, for CPUs that the machine lacks."""
-    if config.scheduler.type != "ray" or "RAY_ADDRESS" in os.environ:
-        return
-    wanted = sum(
-        s.backend.num_ranks * s.config.scheduling_spec[0].cpu for s in sections
-    )
-    if rollout is not None:
-        wanted += rollout.num_ranks * config.rollout.scheduling_spec[0].cpu
-    if wanted > (present := usable_cpus()):
-        raise ConfigError(
-            f"scheduler.type=ray would wait for {wanted} CPUs, this machine has "
-            f"{present}; `ray start --head --num-cpus={wanted}` and "
-            "set RAY_ADDRESS=auto, or use scheduler=local"
-        )
-
-
 def check_batch(config: DTAConfig, section: TrainSection) -> None:
-    batch, dp = config.train_dataset.batch_size, section.backend.dp_size
+    # With our engines sequences are dealt to trainers, whatever the number of prompts.
+    batch, backend = config.train_dataset.batch_size, section.backend
+    dp = backend.dp_size
+    ours = engine_class(section.kind, backend.engine, section.config.attn_impl)
+    if config.algorithm == "ppo" and ours is not None:
+        return
     if batch % dp:
         raise ConfigError(
             f"train_dataset.batch_size={batch} {_ROWS[config.algorithm]} cannot be "

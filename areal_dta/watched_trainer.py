@@ -11,11 +11,18 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from areal.api.alloc_mode import ModelAllocation
+from areal.infra import RayScheduler
 from areal.utils import logging, name_resolve, names, perf_tracer, stats_tracker
 from areal.utils.environ import is_single_controller
 from areal.utils.saver import Saver
 
-from areal_dta.config import DTAConfig, DTAGRPOConfig, train_sections
+from areal_dta.config import (
+    DTAConfig,
+    DTAGRPOConfig,
+    rollout_backend,
+    train_sections,
+)
 from areal_dta.config import translate_backends as translate
 from areal_dta.engine.choice import engine_class
 from areal_dta.processes.liveness import (
@@ -26,6 +33,7 @@ from areal_dta.processes.liveness import (
     process_probe,
 )
 from areal_dta.processes.loopback import LOOPBACK_ENV, use_loopback
+from areal_dta.processes.ray_cluster import start_ray
 from areal_dta.processes.scheduler import BoundedLocalScheduler
 from areal_dta.report.batch import BatchMeter, BatchShape
 from areal_dta.report.collect import step_metrics
@@ -33,7 +41,6 @@ from areal_dta.report.metrics import StepMetrics
 
 if TYPE_CHECKING:
     from areal.api import Scheduler
-    from areal.api.alloc_mode import ModelAllocation
     from datasets import Dataset
 
 AREAL_WORKER = "python -m areal.infra.rpc.rpc_server"
@@ -83,6 +90,7 @@ class WatchedTrainer:
         self._batch_shape: BatchShape | None = None
         self._step_started = time.monotonic()
         self._undo_loopback: Callable[[], None] | None = None
+        self._stop_ray: Callable[[], None] | None = None
         config = translate(config)
         if config.launch.loopback and config.scheduler.type == "local":
             self._undo_loopback = use_loopback()
@@ -111,8 +119,7 @@ class WatchedTrainer:
     def close(self) -> None:
         areal: Any = super()
         areal.close()
-        if self._undo_loopback is not None:
-            self._undo_loopback()
+        self._undo()
 
     def flush(self) -> None:
         """Finish checkpoints and AReaL's loggers; workers are left as they are."""
@@ -129,14 +136,26 @@ class WatchedTrainer:
         finally:
             if getattr(self, "scheduler", None) is not None:
                 self.scheduler.delete_workers()
-            if self._undo_loopback is not None:
-                self._undo_loopback()
+            self._undo()
+
+    def _undo(self) -> None:
+        for undo in (self._undo_loopback, self._stop_ray):
+            if undo is not None:
+                undo()
+        self._undo_loopback = self._stop_ray = None
 
     def more_stats(self) -> Mapping[str, float]:
         """Statistics to commit beside those that AReaL's trainer collects."""
         return {}
 
     def _init_scheduler(self) -> Scheduler:
+        if self.config.scheduler.type == "ray":
+            num_cpus = _required_cpus(self.config)
+            self._stop_ray = start_ray(num_cpus, self.config.launch.loopback)
+            return RayScheduler(
+                exp_config=self.config,
+                startup_timeout=self.config.launch.worker_timeout_seconds,
+            )
         if self.config.scheduler.type != "local":
             areal: Any = super()
             return areal._init_scheduler()
@@ -260,6 +279,18 @@ def _commits(
         yield committed
     finally:
         stats_logger.commit = commit
+
+
+def _required_cpus(config: DTAConfig) -> int:
+    """Of all workers, as AReaL asks Ray for them."""
+    pools = [(s.backend.num_ranks, s.config) for s in train_sections(config)]
+    if isinstance(config, DTAGRPOConfig):
+        pools.append((rollout_backend(config).num_ranks, config.rollout))
+        teacher = config.teacher
+        if teacher is not None and teacher.rollout is not None:
+            alloc = ModelAllocation.from_str(teacher.rollout.backend, name="teacher")
+            pools.append((alloc.parallel.world_size, teacher.rollout))
+    return sum(num * pool.scheduling_spec[0].cpu for num, pool in pools)
 
 
 def _start_name_service(config: DTAConfig) -> None:
