@@ -114,19 +114,17 @@ def test_a_teacher_on_the_tree_engine(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(480)
-def test_pairs_are_evaluated_too(tmp_path: Path) -> None:
-    for config in ("gsm8k_sft", "gsm8k_dpo", "gsm8k_rw"):
-        directory = tmp_path / config
-        directory.mkdir()
-        small(
-            directory,
-            f"{config}.yaml",
-            "+valid_dataset={path: embedded, type: '${train_dataset.type}', split: test"
-            ", batch_size: 3, dataset_kwargs: {num_problems: 7}}",
-            "evaluator.freq_steps=1",
-        )
-        (log,) = directory.glob("outputs/*/trial0/launch.log")
-        assert f"{config.removeprefix('gsm8k_')}-eval/loss/avg" in log.read_text()
+@pytest.mark.parametrize("algorithm", ["sft", "dpo", "rw"])
+def test_evaluation(tmp_path: Path, algorithm: str) -> None:
+    small(
+        tmp_path,
+        f"gsm8k_{algorithm}.yaml",
+        "+valid_dataset={path: embedded, type: '${train_dataset.type}', split: test, "
+        "batch_size: 3, dataset_kwargs: {num_problems: 7}}",
+        "evaluator.freq_steps=1",
+    )
+    (log,) = tmp_path.glob("outputs/*/trial0/launch.log")
+    assert f"{algorithm}-eval/loss/avg" in log.read_text()
 
 
 @pytest.mark.slow
