@@ -66,6 +66,7 @@ class CollectingTrainer(PPOTrainer):
             return
         handler.load_also()
         num_steps = self.recover_info.last_step_info.global_step + 1
+        self.collection.step = num_steps
         for controller in (self.actor, self.critic):
             if isinstance(controller, DispatchController):
                 controller.advance_lr_scheduler(num_steps)

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from areal.infra import RolloutController
+from areal.utils import logging
 
 from areal_dta.rollout.batch import PLANNED_KEYS, Item, PlannedBatch, planned
 from areal_dta.rollout.collector.collector import Collector
@@ -21,6 +22,8 @@ from areal_dta.rollout.collector.trajectory import FETCHED_KEYS, Rejected
 from areal_dta.rollout.fetch import delete, fetch, forget
 from areal_dta.rollout.planner import BatchPlan
 from areal_dta.rollout.prompts import PromptLoader
+
+logger = logging.getLogger("Collection")
 
 _PLAN_TIMEOUT_SECONDS = 600.0
 _READ_LATER = (*PLANNED_KEYS, "rewards")  # by who measures the batch
@@ -44,7 +47,8 @@ class Collection:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="collector")
         self._tasks: dict[int, Any] = {}  # task number -> prompt
         self._number_of: dict[int, int] = {}  # id of an item's dict -> task number
-        self._step = 0
+        self.step = 0
+        """Of the next batch."""
         self.last_batch: PlannedBatch | None = None
         self._answers = _Answers(controller.scheduler)
         controller.scheduler = self._answers  # type: ignore[assignment]
@@ -70,15 +74,16 @@ class Collection:
         numbers = [self._number_of.pop(id(item)) for item in items]
         order = sorted(range(len(items)), key=numbers.__getitem__)
         items, numbers = [items[i] for i in order], sorted(numbers)
-        for number in numbers:
-            self._settle(number)
+        prompts = [self._settle(number) for number in numbers]
+        if self._prompts is not None:
+            logger.info(f"step {self.step}: prompts {ranges(prompts)}")
         leaves = self.collector.take(numbers)
         if leaves is None:  # more than it was allowed to hold
             batch = planned(items)
         else:
             batch = PlannedBatch(items, leaves)
-        batch.step = self._step
-        self._step += 1
+        batch.step = self.step
+        self.step += 1
         self.last_batch = batch
         planning = self._executor.submit(self._plan, plan, batch)
         batch.wait = lambda: self._wait(planning)
@@ -171,14 +176,28 @@ class Collection:
             manager.rollout_stat.accepted -= 1
             manager.rollout_stat.rejected += 1
 
-    def _settle(self, number: int, again: bool = False) -> None:
+    def _settle(self, number: int, again: bool = False) -> int:
+        """A task is over; the number of its prompt."""
         prompt = self._tasks.pop(number, None)
         if self._prompts is None or prompt is None:
-            return
+            return -1
+        of_prompt = self._prompts.number_of(prompt)
         if again:
             self._prompts.put_back(prompt)
         else:
             self._prompts.settle(prompt)
+        return -1 if of_prompt is None else of_prompt
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Whole numbers as text: ``0-3 5 7-8``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return " ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 class _Answers:
