@@ -8,13 +8,14 @@ processes may share, so Ray is started with as many as the run needs.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 
 import ray
-
-from areal_dta.processes.loopback import LOOPBACK
+from ray._private import ray_constants
 
 ADDRESS_VARIABLE = "RAY_ADDRESS"
+_SINGLE_NODE_VARIABLE = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
 
 
 def start_ray(num_cpus: int, loopback: bool) -> Callable[[], None]:
@@ -35,8 +36,9 @@ def start_ray(num_cpus: int, loopback: bool) -> Callable[[], None]:
         return lambda: None
     if address := os.environ.get(ADDRESS_VARIABLE):
         try:
+            _knock(address)
             ray.init(address=address, log_to_driver=True)
-        except ConnectionError as error:
+        except (ConnectionError, TimeoutError) as error:
             raise RuntimeError(
                 f"{ADDRESS_VARIABLE}={address}: no Ray there ({error}); start it, or "
                 f"unset {ADDRESS_VARIABLE} to have one started on this machine"
@@ -47,10 +49,48 @@ def start_ray(num_cpus: int, loopback: bool) -> Callable[[], None]:
             ray.shutdown()
             raise
         return ray.shutdown
-    present = os.cpu_count() or 1
-    options = {"_node_ip_address": LOOPBACK} if loopback else {}
-    ray.init(num_cpus=max(num_cpus, present), include_dashboard=False, **options)
-    return ray.shutdown
+    undo = _listen_on_loopback() if loopback else lambda: None
+    try:
+        present = os.cpu_count() or 1
+        ray.init(num_cpus=max(num_cpus, present), include_dashboard=False)
+    except BaseException:
+        undo()
+        raise
+
+    def stop() -> None:
+        ray.shutdown()
+        undo()
+
+    return stop
+
+
+def _knock(address: str) -> None:
+    """Ray itself waits for minutes for an address where nobody is."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host, int(port)), timeout=10).close()
+
+
+def _listen_on_loopback() -> Callable[[], None]:
+    """Have a Ray that is started next, and its workers, take 127.0.0.1 for the node's
+    address, and listen there alone. Returns what undoes it.
+
+    Ray has a switch for this, meant for systems on which it cannot form clusters; it
+    works on any (2.60), but is read once, at import.
+    """
+    before = os.environ.get(_SINGLE_NODE_VARIABLE)
+    was_cluster = ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[_SINGLE_NODE_VARIABLE] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+    def undo() -> None:
+        ray_constants.ENABLE_RAY_CLUSTER = was_cluster
+        if before is None:
+            os.environ.pop(_SINGLE_NODE_VARIABLE, None)
+        else:
+            os.environ[_SINGLE_NODE_VARIABLE] = before
+
+    return undo
 
 
 def _check_cpus(num_cpus: int, where: str) -> None:
