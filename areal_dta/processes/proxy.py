@@ -8,6 +8,9 @@ Third-party patches of areal 1.0.x with newer litellm, all of this process alone
 * ``chat_template_kwargs`` of a request, as SGLang and vLLM take them (for example
   ``{"enable_thinking": false}``), reach the chat template. AReaL's client takes them,
   but its server drops the field.
+* A reply that is nothing but the end of the turn is an empty message. AReaL refuses it
+  with status 500, so that its episode, and with it its whole prompt, is dropped, and
+  the habit is never trained against.
 * Exported sequences say which of them begins an episode (AReaL's key
   ``begin_of_trajectory``), so that an episode of many model calls counts its reward
   once where rewards are normalised.
@@ -143,6 +146,32 @@ def mark_trajectory_starts(server: Any) -> None:
     server.serialize_interactions = serialize_marked
 
 
+def accept_empty_replies() -> Callable[[], None]:
+    """Let a reply of nothing but stop tokens be the empty text.
+
+    Returns:
+        A function that undoes it.
+    """
+    from areal.api.io_struct import ModelResponse
+
+    original = ModelResponse.output_tokens_without_stop
+
+    def without_stop(self: Any) -> list[int]:
+        stop = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id}
+        ended = self.stop_reason not in ("length", "abort")
+        if ended and self.output_tokens and stop.issuperset(self.output_tokens):
+            return []
+        tokens: list[int] = original.fget(self)
+        return tokens
+
+    ModelResponse.output_tokens_without_stop = property(without_stop)
+
+    def undo() -> None:
+        ModelResponse.output_tokens_without_stop = original
+
+    return undo
+
+
 def main(loopback: bool = False) -> None:
     if not (found := version("areal")).startswith("1.0."):
         raise RuntimeError(f"{MODULE} is checked with areal 1.0.x, found {found}")
@@ -150,6 +179,7 @@ def main(loopback: bool = False) -> None:
     server = importlib.import_module(AREAL_MODULE)
     pass_template_kwargs(server)
     mark_trajectory_starts(server)
+    accept_empty_replies()
     if loopback:
         from areal_dta.processes.loopback import LOOPBACK, use_loopback
 

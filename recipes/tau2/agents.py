@@ -24,7 +24,6 @@ from recipes.replies import (
 )
 from recipes.tau2.api import (
     AssistantMessage,
-    Environment,
     LLMAgent,
     LLMSoloAgent,
     MultiToolMessage,
@@ -116,19 +115,21 @@ class SoloAgent(_PreparedTurns, LLMSoloAgent):  # type: ignore[misc]
 
 
 def make_agent(
-    environment: Environment,
     task: Task,
     solo: bool,
     context: AgentContext,
     policy: Policy,
 ) -> DialogueAgent | SoloAgent:
-    """An agent of its own for one episode."""
+    """An agent of its own for one episode.
+
+    tau2's classes get neither tools nor policy: the context has both, as the model
+    sees them.
+    """
     agent: DialogueAgent | SoloAgent
     if solo:
-        # tau2 appends its stop tool to the list that it is given.
-        agent = SoloAgent([], environment.get_policy(), task)
+        agent = SoloAgent([], "", task)
     else:
-        agent = DialogueAgent([], environment.get_policy())
+        agent = DialogueAgent([], "")
     agent.start(context, policy)
     return agent
 

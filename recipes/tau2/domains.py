@@ -177,18 +177,34 @@ def _dialogue_context(domain: Domain) -> AgentContext:
 def _solo_context(domain: Domain, task_id: str) -> AgentContext:
     tasks = load_tasks(domain.tau2_name)
     from tau2.agent.llm_agent import LLMSoloAgent
-    from tau2.registry import registry
 
     if task_id not in tasks:
         raise ValueError(
             f"tau2 has no {domain.tau2_name} task {task_id!r}; "
             "were the trajectories recorded with another version of tau2?"
         )
-    environment = registry.get_env_constructor(domain.tau2_name)(solo_mode=True)
-    # The agent acts for the user too, and adds a tool of its own to say it is done.
-    tools = environment.get_tools() + environment.get_user_tools()
-    agent = LLMSoloAgent(tools, environment.get_policy(), tasks[task_id])
-    return AgentContext(agent.system_prompt, _schemas(agent.tools))
+    policy, tools = _solo_policy_and_tools(domain, task_id)
+    return AgentContext(LLMSoloAgent([], policy, tasks[task_id]).system_prompt, tools)
+
+
+_policies_and_tools: dict[Domain, tuple[str, tuple[dict[str, Any], ...]]] = {}
+
+
+def _solo_policy_and_tools(
+    domain: Domain, any_task_id: str
+) -> tuple[str, tuple[dict[str, Any], ...]]:
+    """The same for all tasks: making the schemas of 44 tools takes a while."""
+    if domain not in _policies_and_tools:
+        from tau2.agent.llm_agent import LLMSoloAgent
+        from tau2.registry import registry
+
+        environment = registry.get_env_constructor(domain.tau2_name)(solo_mode=True)
+        # The agent acts for the user too, and adds a tool of its own to say it is done.
+        tools = environment.get_tools() + environment.get_user_tools()
+        task = load_tasks(domain.tau2_name)[any_task_id]
+        agent = LLMSoloAgent(tools, environment.get_policy(), task)
+        _policies_and_tools[domain] = (agent.domain_policy, _schemas(agent.tools))
+    return _policies_and_tools[domain]
 
 
 def _schemas(tools: Iterable[Any]) -> tuple[dict[str, Any], ...]:

@@ -23,13 +23,18 @@ from recipes.tau2.api import (
     registry,
 )
 from recipes.tau2.domains import Domain, agent_context, find_task
+from recipes.tau2.environments import (
+    LARGE_DATABASES,
+    EnvironmentPool,
+    RemoteEnvironment,
+)
 from recipes.tau2.policies import Policy
 from recipes.tau2.users import User, solo_user
 
 T = TypeVar("T")
 
-# Two are enough to hide waiting for files; more only compete for the interpreter.
-_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="tau2")
+# They wait for files and processes most of the time.
+_threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="tau2")
 
 
 async def off_loop(function: Callable[..., T], *args: Any) -> T:
@@ -66,7 +71,7 @@ class Episode:
     """As tau2 records them."""
 
 
-MakeUser = Callable[[Task, Environment], User]
+MakeUser = Callable[[Task], User]
 
 
 async def run_episode(
@@ -75,6 +80,7 @@ async def run_episode(
     policy: Policy,
     make_user: MakeUser | None,
     limits: Limits,
+    environments: EnvironmentPool | None = None,
 ) -> Episode:
     """Play one episode.
 
@@ -83,14 +89,16 @@ async def run_episode(
 
     Args:
         make_user: None in a solo domain.
+        environments: for domains with large databases; None builds them here.
 
     Raises:
+        EnvironmentLostError: the process of its environment has ended.
         ServerError: a model's server cannot be reached, or the user model is broken.
         TimeoutError: it took longer than the limits allow.
     """
     try:
         async with asyncio.timeout(limits.timeout_seconds):
-            return await _run(domain, task_id, policy, make_user, limits)
+            return await _run(domain, task_id, policy, make_user, limits, environments)
     except TimeoutError as error:
         raise TimeoutError(
             f"an episode of {domain.name} took more than {limits.timeout_seconds:g} s; "
@@ -105,13 +113,18 @@ async def _run(
     policy: Policy,
     make_user: MakeUser | None,
     limits: Limits,
+    environments: EnvironmentPool | None,
 ) -> Episode:
     context = await off_loop(agent_context, domain.name, task_id)
     task = await off_loop(find_task, domain.name, task_id)
-    environment = await off_loop(build_environment, domain)
-    agent = make_agent(environment, task, domain.solo, context, policy)
+    agent = make_agent(task, domain.solo, context, policy)
     assert domain.solo == (make_user is None)
-    user: Any = solo_user() if make_user is None else make_user(task, environment)
+    user: Any = solo_user() if make_user is None else make_user(task)
+    environment: Any
+    if environments is not None and domain.tau2_name in LARGE_DATABASES:
+        environment = environments.make(domain, task_id)
+    else:
+        environment = await off_loop(build_environment, domain)
     orchestrator = Orchestrator(
         domain=domain.tau2_name,
         agent=agent,
@@ -137,6 +150,9 @@ async def _run(
     except ReplyError as error:
         problem = error.problem.value
         orchestrator.termination_reason = TerminationReason.AGENT_ERROR
+    finally:
+        if isinstance(environment, RemoteEnvironment):
+            await off_loop(environment.close)
     return Episode(
         domain=domain.name,
         task_id=task_id,

@@ -11,6 +11,7 @@ from typing import Any
 from recipes.chat import ChatClient, ChatOptions, ServerError
 from recipes.tau2.api import pass_hat_k
 from recipes.tau2.domains import Domain, find_task
+from recipes.tau2.environments import EnvironmentPool
 from recipes.tau2.episode import Episode, MakeUser, run_episode
 from recipes.tau2.gold import GoldScript
 from recipes.tau2.options import Tau2Options, UserOptions
@@ -67,7 +68,9 @@ class Report:
     num_unjudged: int
 
 
-async def play(settings: Settings, pool: RewardPool) -> list[Played]:
+async def play(
+    settings: Settings, pool: RewardPool, environments: EnvironmentPool
+) -> list[Played]:
     """Play every task `trials` times, some episodes at a time.
 
     Raises:
@@ -82,7 +85,7 @@ async def play(settings: Settings, pool: RewardPool) -> list[Played]:
 
     async def one(task_id: str) -> Played:
         async with gate:
-            episode = await _play_one(settings, task_id, client, users)
+            episode = await _play_one(settings, task_id, client, users, environments)
             reward = await pool.score(episode)
             return _reduced(episode, reward)
 
@@ -107,6 +110,7 @@ async def _play_one(
     task_id: str,
     client: ChatClient | None,
     users: ChatClient | None,
+    environments: EnvironmentPool,
 ) -> Episode:
     domain, options = settings.domain, settings.options
     policy: Policy
@@ -117,11 +121,13 @@ async def _play_one(
     elif settings.policy == "gold":
         script = GoldScript(find_task(domain.name, task_id))
         policy = GoldPolicy(script, domain.solo)
-        make_user = None if domain.solo else lambda task, environment: GoldUser(script)
+        make_user = None if domain.solo else lambda task: GoldUser(script)
     else:
         policy = RefusePolicy(domain.solo)
         make_user = user_maker(domain, UserOptions(kind="rule", max_replies=1), None)
-    return await run_episode(domain, task_id, policy, make_user, limits(options))
+    return await run_episode(
+        domain, task_id, policy, make_user, limits(options), environments
+    )
 
 
 def _users(settings: Settings) -> ChatClient | None:
@@ -156,12 +162,17 @@ async def evaluate(settings: Settings) -> Report:
         ServerError: a model's server failed.
     """
     options = settings.options
-    with RewardPool(options.reward_processes, options.reward_timeout_seconds) as pool:
-        played = await play(settings, pool)
+    with (
+        RewardPool(options.reward_processes, options.reward_timeout_seconds) as pool,
+        EnvironmentPool(options.environment_processes) as environments,
+    ):
+        played = await play(settings, pool, environments)
         nothing = played
         if settings.policy != "refuse":
             nothing = await play(
-                replace(settings, policy="refuse", trials=1, chat=None), pool
+                replace(settings, policy="refuse", trials=1, chat=None),
+                pool,
+                environments,
             )
     return report(settings, played, nothing)
 

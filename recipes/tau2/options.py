@@ -47,6 +47,9 @@ class Tau2Options:
     max_errors: int = _option(10, "Failed tool calls of an episode.")
     request_timeout_seconds: float = _option(600.0, "Of one call of the agent's model.")
     episode_timeout_seconds: float = _option(3600.0, "Of one episode.")
+    environment_processes: int = _option(
+        2, "Processes of a rollout worker that hold large databases (airline, retail)."
+    )
     reward_processes: int = _option(2, "Evaluating processes of a rollout worker.")
     reward_timeout_seconds: float = _option(60.0, "Of one evaluation.")
 
@@ -61,6 +64,7 @@ class Tau2Options:
             "max_errors",
             "request_timeout_seconds",
             "episode_timeout_seconds",
+            "environment_processes",
             "reward_processes",
             "reward_timeout_seconds",
         ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from recipes.chat import ChatClient, ChatOptions
-from recipes.tau2.api import Environment, Task
+from recipes.tau2.api import Task
 from recipes.tau2.domains import Domain
 from recipes.tau2.episode import Limits, MakeUser
 from recipes.tau2.options import Tau2Options, UserOptions
@@ -48,10 +48,10 @@ def user_maker(
     if domain.solo:
         return None
 
-    def make(task: Task, environment: Environment) -> User:
+    def make(task: Task) -> User:
         if options.kind == "rule":
             return RuleUser(task, options.max_replies)
         assert client is not None
-        return LLMUser(client, task, user_tools(environment))
+        return LLMUser(client, task, user_tools(domain.tau2_name))
 
     return make

@@ -8,20 +8,15 @@ exception, a time-out or a crash of the evaluator is counted and gives reward 0.
 from __future__ import annotations
 
 import asyncio
-import json
 import queue
-import selectors
-import subprocess
-import sys
-import threading
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from recipes.tau2.episode import Episode
-
-_START_SECONDS = 300.0  # tau2 takes ten seconds to import, more on a busy machine
+from recipes.tau2.worker_process import WorkerProcess
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +43,8 @@ class RewardPool:
             raise ValueError(f"num_processes={num_processes}; expected at least 1")
         self._timeout_seconds = timeout_seconds
         self._threads = ThreadPoolExecutor(num_processes, "tau2-reward")
-        self._idle: queue.SimpleQueue[_Process] = queue.SimpleQueue()
-        self._processes = [_Process() for _ in range(num_processes)]
+        self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
+        self._processes = [WorkerProcess() for _ in range(num_processes)]
         for process in self._processes:
             self._idle.put(process)
         self.counts: Counter[str] = Counter()
@@ -57,18 +52,14 @@ class RewardPool:
 
     async def score(self, episode: Episode) -> Reward:
         """The reward of an episode. Never raises on its account."""
-        request = {
-            "domain": episode.domain,
-            "task_id": episode.task_id,
-            "termination": episode.termination,
-            "messages": [m.model_dump(mode="json") for m in episode.messages],
-        }
-        return await self.score_request(request)
+        return await self._off_loop(lambda: self._score(_request(episode)))
 
     async def score_request(self, request: dict[str, Any]) -> Reward:
         """The same, of an episode as `scoring_worker` takes it."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._score, request)
+        return await self._off_loop(lambda: self._score(request))
+
+    async def _off_loop(self, call: Callable[[], Reward]) -> Reward:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     def close(self) -> None:
         """End the processes; evaluations that run end as crashes."""
@@ -87,11 +78,9 @@ class RewardPool:
         try:
             answer = process.ask(request, self._timeout_seconds)
         except TimeoutError:
-            process.kill()
             limit = f"{self._timeout_seconds:g} s"
             return self._failed("timeout", f"the evaluation took more than {limit}")
         except (OSError, EOFError, ValueError) as error:
-            process.kill()
             return self._failed("crash", f"the evaluating process ended ({error})")
         finally:
             self._idle.put(process)
@@ -105,64 +94,10 @@ class RewardPool:
         return Reward(0.0, f"{kind}: {error}")
 
 
-class _Process:
-    """One `scoring_worker`, started when asked and again after it was killed."""
-
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def ask(self, request: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
-        """
-        Raises:
-            TimeoutError: no answer in time.
-            OSError, EOFError, ValueError: the process has ended or was ended.
-        """
-        process = self._running()
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(request) + "\n")
-        process.stdin.flush()
-        return _read_line(process, timeout_seconds)
-
-    def kill(self) -> None:
-        with self._lock:
-            process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except OSError:  # unsent data of a dead process
-                    continue
-
-    def _running(self) -> subprocess.Popen[str]:
-        with self._lock:
-            if self._process is not None:
-                return self._process
-            process = self._process = subprocess.Popen(
-                [sys.executable, "-m", "recipes.tau2.scoring_worker"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                encoding="utf-8",
-            )
-        _read_line(process, _START_SECONDS)
-        return process
-
-
-def _read_line(process: subprocess.Popen[str], timeout_seconds: float) -> Any:
-    """One answer. The worker writes whole lines, so the first byte is enough to wait
-    for."""
-    assert process.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        if not selector.select(timeout_seconds):
-            raise TimeoutError
-    line = process.stdout.readline()
-    if not line:
-        raise EOFError(f"exit code {process.wait(timeout=10)}")
-    return json.loads(line)
+def _request(episode: Episode) -> dict[str, Any]:
+    return {
+        "domain": episode.domain,
+        "task_id": episode.task_id,
+        "termination": episode.termination,
+        "messages": [m.model_dump(mode="json") for m in episode.messages],
+    }

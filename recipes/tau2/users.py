@@ -9,6 +9,7 @@ A solo domain has tau2's `DummyUser`, which says nothing.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -21,13 +22,13 @@ from recipes.tau2.api import (
     AssistantMessage,
     BaseUser,
     DummyUser,
-    Environment,
     MultiToolMessage,
     Task,
     ToolCall,
     UserMessage,
     UserSimulator,
     UserState,
+    registry,
 )
 from recipes.tau2.gold import GoldScript
 from recipes.tau2.messages import Message
@@ -136,15 +137,21 @@ class LLMUser(_PreparedUser):
     """tau2's user simulator, asked through an awaited request."""
 
     def __init__(
-        self, client: ChatClient, task: Task, tools: Sequence[Any] | None
+        self, client: ChatClient, task: Task, tools: Sequence[dict[str, Any]]
     ) -> None:
+        """
+        Args:
+            tools: the user's own, as OpenAI function schemas.
+        """
         super().__init__()
         self._client = client
-        simulator = UserSimulator(
-            tools=tools, instructions=str(task.user_scenario), llm="unused"
+        simulator = UserSimulator(  # its guidelines depend on whether it has tools
+            tools=[] if tools else None,
+            instructions=str(task.user_scenario),
+            llm="unused",
         )
         self._system: Message = {"role": "system", "content": simulator.system_prompt}
-        self._schemas = tuple(tool.openai_schema for tool in tools or ())
+        self._schemas = tuple(tools)
 
     def get_init_state(self, message_history: list[Any] | None = None) -> UserState:
         self._state = UserState(
@@ -216,9 +223,13 @@ def _flipped(message: Any) -> Message:
     return flipped
 
 
-def user_tools(environment: Environment) -> list[Any] | None:
-    """The user's own tools, where the domain gives it any."""
-    return environment.get_user_tools() if environment.user_tools is not None else None
+@functools.cache
+def user_tools(tau2_name: str) -> tuple[dict[str, Any], ...]:
+    """The user's own tools, where the domain gives it any: OpenAI function schemas."""
+    environment = registry.get_env_constructor(tau2_name)()
+    if environment.user_tools is None:
+        return ()
+    return tuple(tool.openai_schema for tool in environment.get_user_tools())
 
 
 def solo_user() -> DummyUser:

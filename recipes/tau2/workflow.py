@@ -10,6 +10,7 @@ from call to call (`rollout.agent.turn_discount`).
 from __future__ import annotations
 
 import atexit
+import functools
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,6 +19,7 @@ from typing import Any
 from recipes.chat import ChatClient, ChatOptions
 from recipes.replies import Problem
 from recipes.tau2.domains import find_domain
+from recipes.tau2.environments import EnvironmentPool
 from recipes.tau2.episode import Episode, run_episode
 from recipes.tau2.options import Tau2Options, UserOptions
 from recipes.tau2.players import limits, user_client, user_maker
@@ -98,6 +100,7 @@ class Tau2Workflow:
             policy,
             user_maker(domain, options.user, users),
             limits(options),
+            _environments(options.environment_processes),
         )
         reward = await _pool(options).score(episode)
         _record(episode, reward)
@@ -112,6 +115,13 @@ def _pool(options: Tau2Options) -> RewardPool:
             _pools[key] = RewardPool(*key)
             atexit.register(_pools[key].close)
         return _pools[key]
+
+
+@functools.cache
+def _environments(num_processes: int) -> EnvironmentPool:
+    pool = EnvironmentPool(num_processes)
+    atexit.register(pool.close)
+    return pool
 
 
 def episode_statistics(episode: Episode, reward: Reward) -> dict[str, float]:

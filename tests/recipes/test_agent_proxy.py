@@ -70,6 +70,7 @@ def serve(engine, monkeypatch):
     monkeypatch.setattr(server, "_server_host", "127.0.0.1")
     proxy.pass_template_kwargs(server)
     proxy.mark_trajectory_starts(server)
+    undo = proxy.accept_empty_replies()
     running = []
 
     def start(**agent):
@@ -88,6 +89,7 @@ def serve(engine, monkeypatch):
         return f"http://127.0.0.1:{port}"
 
     yield start
+    undo()
     for uvicorn_server, thread in running:
         uvicorn_server.should_exit = True
         thread.join(timeout=30)
@@ -232,6 +234,40 @@ def test_a_conversation_that_outgrows_the_model_is_told_so(engine, serve):
 
     (row,) = play(engine, serve(), TooLong(), {})
     assert float(row["rewards"]) == 0.25
+
+
+def test_an_empty_reply_is_recorded_and_trained(engine, serve, monkeypatch):
+    from areal.api import ModelResponse
+
+    from recipes.chat import ChatClient, ChatOptions
+
+    class OneCall:
+        async def run(self, data, base_url, api_key, http_client):
+            client = ChatClient(
+                ChatOptions(base_url=base_url, api_key=api_key),
+                "the proxy",
+                "-",
+                http_client,
+            )
+            message = await client.complete([{"role": "user", "content": "1+1?"}])
+            assert message["content"] == ""
+            return 0.0
+
+    async def says_nothing(request):
+        end = request.tokenizer.eos_token_id
+        return ModelResponse(
+            input_tokens=request.input_ids,
+            output_tokens=[end],
+            output_logprobs=[-0.5],
+            output_versions=[0],
+            stop_reason="stop",
+            tokenizer=request.tokenizer,
+        )
+
+    address = serve()
+    monkeypatch.setattr(engine, "agenerate", says_nothing)
+    (row,) = play(engine, address, OneCall(), {})
+    assert trained(row)[-1] and sum(trained(row)) == 1
 
 
 def test_the_key_of_the_proxy_is_asked_for(serve):

@@ -50,7 +50,7 @@ class Says:
 def play(domain_name, task_id, policy, make_user=None, **limits):
     domain = find_domain(domain_name)
     if make_user is None and not domain.solo:
-        make_user = lambda task, environment: RuleUser(task, 3)  # noqa: E731
+        make_user = lambda task: RuleUser(task, 3)  # noqa: E731
     return asyncio.run(
         run_episode(domain, task_id, policy, make_user, Limits(**limits))
     )
@@ -64,7 +64,7 @@ def reward(episode):
 def play_gold(domain_name, task_id):
     script = GoldScript(find_task(domain_name, task_id))
     solo = find_domain(domain_name).solo
-    make_user = None if solo else lambda task, environment: GoldUser(script)
+    make_user = None if solo else lambda task: GoldUser(script)
     return play(
         domain_name, task_id, GoldPolicy(script, solo), make_user, max_steps=300
     )
@@ -72,7 +72,7 @@ def play_gold(domain_name, task_id):
 
 def play_refusal(domain_name, task_id):
     solo = find_domain(domain_name).solo
-    make_user = None if solo else lambda task, environment: RuleUser(task, 1)
+    make_user = None if solo else lambda task: RuleUser(task, 1)
     return play(domain_name, task_id, RefusePolicy(solo), make_user)
 
 

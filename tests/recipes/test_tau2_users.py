@@ -13,7 +13,7 @@ if not find_spec("tau2"):
 
 from recipes.tau2.api import STOP
 from recipes.tau2.domains import find_domain, find_task, task_ids
-from recipes.tau2.episode import Limits, build_environment, run_episode
+from recipes.tau2.episode import Limits, run_episode
 from recipes.tau2.options import Tau2Options, UserOptions
 from recipes.tau2.players import user_client, user_maker
 from recipes.tau2.policies import RefusePolicy
@@ -90,8 +90,7 @@ def test_a_user_with_tools_calls_them():
     ]
     with StubServer(lambda request: answers.pop(0)) as server:
         episode = play_with_model("telecom", server.url)
-    environment = build_environment(find_domain("telecom"))
-    names = {tool.name for tool in user_tools(environment)}
+    names = {tool["function"]["name"] for tool in user_tools("telecom")}
     assert {t["function"]["name"] for t in server.requests[0]["tools"]} == names
     called, result = server.requests[1]["messages"][-2:]
     assert called["tool_calls"][0]["function"]["name"] == "check_status_bar"
