@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 FETCHED_KEYS = (
     "input_ids",
@@ -65,8 +64,10 @@ def read_group(item: Mapping[str, Any], max_tokens: int | None) -> Group:
     Raises:
         Rejected: it cannot be trained on.
     """
-    ids_BS, mask_BS = item.get("input_ids"), item.get("attention_mask")
-    if not (torch.is_tensor(ids_BS) and torch.is_tensor(mask_BS)):
+    given = {key: _array(item[key]) for key in FETCHED_KEYS if key in item}
+    arrays = {key: value for key, value in given.items() if value is not None}
+    ids_BS, mask_BS = arrays.get("input_ids"), arrays.get("attention_mask")
+    if ids_BS is None or mask_BS is None:
         raise Rejected("shape", f"no input_ids and attention_mask, but {sorted(item)}")
     if ids_BS.ndim != 2 or mask_BS.shape != ids_BS.shape or not len(ids_BS):
         raise Rejected(
@@ -74,15 +75,15 @@ def read_group(item: Mapping[str, Any], max_tokens: int | None) -> Group:
             f"input_ids {list(ids_BS.shape)}, attention_mask {list(mask_BS.shape)}; "
             "expected one shape [rows, width]",
         )
-    mask_BS = mask_BS.bool()
-    lengths = mask_BS.sum(-1)
-    depth_S = torch.arange(mask_BS.shape[1])
-    if (mask_BS != (depth_S < lengths[:, None])).any() or not lengths.all():
+    _check_sizes(arrays, ids_BS.shape)
+    mask_BS = mask_BS.astype(bool)
+    lengths = mask_BS.sum(1)
+    padded_right = mask_BS == (np.arange(mask_BS.shape[1]) < lengths[:, None])
+    if not padded_right.all() or not lengths.all():
         raise Rejected("shape", "a row is empty or not padded on the right")
     if (ids_BS[mask_BS] < 0).any():
         raise Rejected("shape", "negative token ids")
-    _check_sizes(item, ids_BS)
-    _check_finite(item, mask_BS)
+    _check_finite(arrays, mask_BS)
     longest = int(lengths.max())
     if max_tokens is not None and longest > max_tokens:
         raise Rejected(
@@ -90,41 +91,46 @@ def read_group(item: Mapping[str, Any], max_tokens: int | None) -> Group:
             f"a sequence of {longest} tokens; actor.mb_spec.max_tokens_per_mb="
             f"{max_tokens} is the most that the trainers take",
         )
-    learned_BS = item.get("loss_mask", mask_BS).bool() & mask_BS
-    rows = range(len(ids_BS))
-    ids, learned = ids_BS.numpy(), learned_BS.numpy()
-    of_row = lengths.tolist()
+    learned_BS = arrays.get("loss_mask", mask_BS)
+    rows = list(enumerate(lengths.tolist()))
     return Group(
-        tuple(ids[b, : of_row[b]].astype(np.int64) for b in rows),
-        tuple(np.flatnonzero(learned[b, 1 : of_row[b]]) + 1 for b in rows),
-        _head_version(item.get("versions"), mask_BS),
+        tuple(ids_BS[b, :length].astype(np.int64) for b, length in rows),
+        tuple(learned_BS[b, 1:length].nonzero()[0] + 1 for b, length in rows),
+        _head_version(arrays.get("versions"), mask_BS),
     )
 
 
-def _check_sizes(item: Mapping[str, Any], ids_BS: Tensor) -> None:
-    num_rows, width = ids_BS.shape
-    for key in FETCHED_KEYS:
-        value = item.get(key)
-        if not torch.is_tensor(value):
-            continue
-        expected = (num_rows,) if key == "rewards" else (num_rows, width)
-        if tuple(value.shape) != expected:
+def _array(value: Any) -> NDArray[Any] | None:
+    if not torch.is_tensor(value):
+        return None
+    # NumPy has no bfloat16
+    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
+
+
+def _check_sizes(arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...]) -> None:
+    for key, value in arrays.items():
+        expected = shape[:1] if key == "rewards" else shape
+        if value.shape != expected:
             raise Rejected(
                 "shape", f"{key} {list(value.shape)}; expected {list(expected)}"
             )
 
 
-def _check_finite(item: Mapping[str, Any], mask_BS: Tensor) -> None:
+def _check_finite(
+    arrays: Mapping[str, NDArray[Any]], mask_BS: NDArray[np.bool_]
+) -> None:
     for key in ("rewards", "logprobs"):
-        value = item.get(key)
-        if not torch.is_tensor(value):
+        value = arrays.get(key)
+        if value is None:
             continue
         kept = value if value.ndim == 1 else value[mask_BS]
-        if not kept.isfinite().all():
+        if not np.isfinite(kept).all():
             raise Rejected("nan", f"{key} holds NaN or infinity")
 
 
-def _head_version(versions_BS: Tensor | None, mask_BS: Tensor) -> int | None:
+def _head_version(
+    versions_BS: NDArray[Any] | None, mask_BS: NDArray[np.bool_]
+) -> int | None:
     """Versions are -1 where a token was not generated, and rise along a row."""
     if versions_BS is None:
         return None
