@@ -33,7 +33,9 @@ def engine_class(kind: str, engine: str, attn_impl: str) -> Any:
     tree, dense = KINDS[kind]
     if engine == "dta":
         return getattr(engines, tree)
-    # AReaL 1.0.4 cannot run its own reward models: see pair_rewards.
-    if engine == "fsdp" and (kind == "rw" or attn_impl in ("sdpa", "eager")):
+    # AReaL 1.0.4 cannot run its own reward models (see pair_rewards), and deals prompts
+    # to actors and critics only in multiples of the ranks (see rollout.dispatch).
+    ours = kind in ("rw", "actor", "critic") or attn_impl in ("sdpa", "eager")
+    if engine == "fsdp" and ours:
         return getattr(engines, dense)
     return None
