@@ -90,14 +90,18 @@ class ChatClient:
             "temperature": options.temperature,
             "top_p": options.top_p,
             "max_tokens": options.max_tokens,
-            "extra_body": options.extra_body or None,
+            **options.extra_body,
         }
         if tools:
             request["tools"] = list(tools)
             if tool_choice is not None:
                 request["tool_choice"] = tool_choice
         try:
-            completion = await self._client.chat.completions.create(**request)
+            # Not `chat.completions.create`: it walks over all messages and tools, some
+            # milliseconds a call, in which no other episode can go on.
+            answer: Any = await self._client.post(
+                "/chat/completions", cast_to=object, body=request
+            )
         except openai.APITimeoutError as error:
             waited = f"{options.timeout_seconds:g} s, {options.max_retries + 1} times"
             raise self._error(f"did not answer within {waited}") from error
@@ -112,9 +116,10 @@ class ChatClient:
             raise self._error(f"refused, status {status}: {said:.300}") from error
         except openai.APIError as error:
             raise self._error(f"answered with nonsense: {error!s:.300}") from error
-        if not completion.choices:
-            raise self._error("answered without a choice")
-        message: Message = completion.choices[0].message.model_dump(exclude_none=True)
+        try:
+            message: Message = _without_nulls(answer["choices"][0]["message"])
+        except (TypeError, KeyError, IndexError) as error:
+            raise self._error(f"answered with nonsense: {answer!r:.300}") from error
         message.setdefault("content", "")
         return message
 
@@ -126,3 +131,11 @@ class ChatClient:
         return ServerError(
             f"{self._name} at {self._options.base_url} {what}; {self._remedy}"
         )
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    return value

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from recipes.chat import ChatClient, ChatOptions, ContextFullError, ServerError
+from tests.recipes import stub_server
 from tests.recipes.stub_server import StubServer
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -76,6 +77,14 @@ def test_a_refusal_is_not_retried():
         with pytest.raises(ServerError, match="refused"):
             ask(server.url, max_retries=3)
     assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize("answer", [{}, {"choices": []}, [], {"choices": [{}]}])
+def test_an_answer_that_is_none(answer, monkeypatch):
+    monkeypatch.setattr(stub_server, "completion", lambda message: answer)
+    with StubServer(lambda request: "Hi") as server:
+        with pytest.raises(ServerError, match="answered with nonsense"):
+            ask(server.url)
 
 
 def test_a_full_context_is_told_apart():
