@@ -227,6 +227,8 @@ class Launcher:
             say(f"checkpoint    {self._checkpoint}", soft_wrap=True, highlight=False)
         if self.exit_code == 0 and (summary := _summary(steps)):
             say(summary, highlight=False)
+            if collected := _collector_summary(steps):
+                say(collected, highlight=False)
             if self._note:
                 say(self._note, style="dim", highlight=False)
         elif self.exit_code != 0:
@@ -316,6 +318,22 @@ def _quiet() -> Iterator[None]:
             if crashed:
                 hidden.seek(0)
                 os.write(2, hidden.read())
+
+
+def _collector_summary(steps: Sequence[StepMetrics]) -> str:
+    """What collecting and planning cost, and how evenly the ranks were loaded."""
+    found = [m.collector for m in steps if "collector/share_of_step" in m.collector]
+    if not found:
+        return ""
+
+    def mean(key: str) -> float:
+        return sum(of_step.get(key, 0.0) for of_step in found) / len(found)
+
+    return (
+        f"collector     {mean('collector/share_of_step'):.1%} of a step beside it, "
+        f"{mean('collector/wait_share_of_step'):.1%} waited for; slowest rank "
+        f"{mean('plan/imbalance'):.3f}x mean"
+    )
 
 
 def _summary(steps: Sequence[StepMetrics], first: int = 5, last: int = 10) -> str:

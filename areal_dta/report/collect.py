@@ -27,6 +27,7 @@ _ACCURACY = ("dpo/reward_accuracy/avg", "rw/correct_ratio/avg")
 _VALUE_LOSS = "ppo_critic/critic_loss/avg"
 _GAP, _GAP_TOKENS = "logprob_gap/max", "logprob_gap/num_tokens"
 _EPISODES = "rollout/"
+_COLLECTOR = ("collector/", "plan/")
 _ROLLOUT = "timeperf/rollout"
 _UPDATE = "timeperf/update_weights"
 _TRAIN = (
@@ -76,6 +77,7 @@ def step_metrics(
         value_loss=_get(stats, _VALUE_LOSS),
         logprob_gap=_get(stats, _GAP) if stats.get(_GAP_TOKENS) else None,
         rollout=_of_episodes(stats),
+        collector=_of_collector(stats),
     )
 
 
@@ -89,4 +91,13 @@ def _of_episodes(stats: Mapping[str, float]) -> dict[str, float]:
         key.removeprefix(_EPISODES): float(value)
         for key, value in stats.items()
         if key.startswith(_EPISODES) and math.isfinite(value)
+    }
+
+
+def _of_collector(stats: Mapping[str, float]) -> dict[str, float]:
+    return {
+        key: float(value)
+        for key, value in stats.items()
+        if key.startswith(_COLLECTOR) and math.isfinite(value)
+        if not key.endswith("__count")  # how many values AReaL averaged
     }

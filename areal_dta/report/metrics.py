@@ -43,6 +43,9 @@ class StepMetrics:
     tokens of the trainer's version; None where they are not recomputed."""
     rollout: dict[str, float] = field(default_factory=dict)
     """What the workflow logs of its episodes: means by name."""
+    collector: dict[str, float] = field(default_factory=dict)
+    """What the rollout collector and the plan of the batch tell, by name (keys
+    ``collector/*`` and ``plan/*``)."""
     accuracy: float | None = None
     """Share of the pairs in which the chosen one is preferred; DPO, reward models."""
     value_loss: float | None = None
