@@ -1,4 +1,4 @@
-"""What the collector and the plan tell reaches the record of a step, and the summary."""
+"""What the collector and the plan tell reaches a step's record and the summary."""
 
 from areal_dta.launch import _collector_summary
 from areal_dta.report.collect import step_metrics
