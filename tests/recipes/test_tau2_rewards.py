@@ -1,6 +1,7 @@
 """The evaluator in its own processes, against recorded rewards and against failures."""
 
 import asyncio
+import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,11 +27,11 @@ STOP = {"role": "user", "content": "###STOP###"}
 
 
 def request_of(trajectory):
+    row = json.loads(TRAJECTORIES.read_text().splitlines()[trajectory.episode])
     return {
         "domain": trajectory.domain,
         "task_id": trajectory.task_id,
-        # tau2 judges those that ended by themselves; the others scored 0
-        "termination": "agent_stop" if "solo" in trajectory.domain else "user_stop",
+        "termination": row["termination"],
         "messages": list(trajectory.messages),
     }
 
