@@ -122,6 +122,19 @@ def test_an_exception_is_counted_and_gives_zero(pool):
     assert pool.counts == {"exception": 1, "ok": 1}
 
 
+def test_nothing_is_evaluated_in_this_process(pool, monkeypatch):
+    import recipes.tau2.scoring as scoring
+
+    def here(*args):
+        raise AssertionError("evaluated on the spot")
+
+    monkeypatch.setattr(scoring, "evaluate_simulation", here)
+    with pytest.raises(AssertionError):
+        score(*mock().values())
+    (reward,) = judge(pool, [mock()])
+    assert reward.error is None
+
+
 def test_messages_that_do_not_fit_together_are_counted(pool):
     stray = {"role": "tool", "id": "1", "content": "x", "requestor": "assistant"}
     (reward,) = judge(pool, [mock(messages=(GREETING, stray, STOP))])

@@ -1,0 +1,41 @@
+"""What the trainer adds for agents: a key of its own, and a check of the logprobs."""
+
+import torch
+from areal.api.cli_args import AgentConfig
+
+from areal_dta.compose import compose, find_config
+from areal_dta.config import to_structured
+from areal_dta.report.logprob_gap import logprob_gap
+from areal_dta.trainer import _with_secret_key
+
+
+def test_the_proxy_gets_a_key_that_nobody_knows():
+    name = find_config("gsm8k_calculator.yaml")
+    config = to_structured(compose(name, ["hardware=cpu"]))
+    first, second = (_with_secret_key(config).rollout.agent for _ in range(2))
+    keys = {first.admin_api_key, second.admin_api_key, AgentConfig.admin_api_key}
+    assert len(keys) == 3
+    assert config.rollout.agent.admin_api_key == AgentConfig.admin_api_key
+    config.rollout.agent.admin_api_key = "mine"
+    assert _with_secret_key(config).rollout.agent.admin_api_key == "mine"
+
+
+def item(logprobs, versions, loss_mask):
+    return {
+        "attention_mask": torch.ones(1, len(logprobs), dtype=torch.bool),
+        "logprobs": torch.tensor([logprobs]),
+        "versions": torch.tensor([versions]),
+        "loss_mask": torch.tensor([loss_mask]),
+    }
+
+
+def test_only_trained_tokens_of_the_trainers_version_are_compared():
+    batch = [item([0.0, -9.0, -1.0, -2.0], [-1, 2, 3, 3], [0, 1, 1, 1])]
+    # the trainer's are aligned with the token before
+    recomputed = [torch.tensor([[-1.0, -1.5, -2.25, 7.0]])]
+    gap = logprob_gap(batch, recomputed, version=3)
+    assert (gap.num_tokens, gap.largest) == (2, 0.5)
+    gap = logprob_gap(batch, recomputed, version=2)
+    assert (gap.num_tokens, gap.largest) == (1, 8.0)
+    gap = logprob_gap(batch, recomputed, version=4)
+    assert gap.stats() == {"logprob_gap/num_tokens": 0.0, "logprob_gap/max": 0.0}
