@@ -8,10 +8,11 @@ the lists of items that AReaL's own methods take, and are called by the controll
 from __future__ import annotations
 
 import copy
+import importlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 from areal.engine.fsdp_engine import FSDPEngine
@@ -37,6 +38,19 @@ _KEPT_SAMPLES = 1000  # a rank: what a cost model looks back on
 
 class Dispatched(FSDPEngine):
     """Forward passes and updates on shares of a batch."""
+
+    controller: ClassVar[str]
+    """Name of its controller's class in ``areal_dta.rollout.dispatch``."""
+
+    @classmethod
+    def as_controller(cls, config: Any, scheduler: Scheduler | None) -> Any:
+        # upwards, and so by name: only the process of the controller needs it
+        dispatch = importlib.import_module("areal_dta.rollout.dispatch")
+        areal: Any = super()
+        stock = areal.as_controller(config, scheduler)  # with the engine's checks
+        if config._version == "v2":
+            return stock
+        return getattr(dispatch, cls.controller)(cls, config, scheduler)
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -109,22 +123,14 @@ class Dispatched(FSDPEngine):
 class DispatchedActor(Dispatched):
     """Also advantages, which are computed on whole items."""
 
+    controller = "DTAActorController"
+
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         for name in ("adv_norm", "reward_norm"):
             if isinstance(getattr(self.actor, name), Normalization):
                 norm = ItemNormalization(getattr(config, name))
                 setattr(self.actor, name, norm)
-
-    @classmethod
-    def as_controller(cls, config: Any, scheduler: Scheduler | None) -> Any:
-        from areal_dta.rollout.dispatch import DTAActorController
-
-        areal: Any = super()
-        stock = areal.as_controller(config, scheduler)  # with the engine's checks
-        if config._version == "v2":
-            return stock
-        return DTAActorController(cls, config, scheduler)
 
     def compute_advantages(self, items: list[Item]) -> list[Item]:
         """AReaL's, each item normalised over its own rows."""
@@ -157,12 +163,4 @@ class DispatchedActor(Dispatched):
 
 
 class DispatchedCritic(Dispatched):
-    @classmethod
-    def as_controller(cls, config: Any, scheduler: Scheduler | None) -> Any:
-        from areal_dta.rollout.dispatch import DTACriticController
-
-        areal: Any = super()
-        stock = areal.as_controller(config, scheduler)  # with the engine's checks
-        if config._version == "v2":
-            return stock
-        return DTACriticController(cls, config, scheduler)
+    controller = "DTACriticController"

@@ -1,10 +1,5 @@
 """Sequences dealt to 1, 2 and 3 ranks give what one rank gives on whole items."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from areal.api.cli_args import NormConfig
@@ -31,11 +26,10 @@ from tests.engine.dispatch_worker import (
     make_items,
     tree_actor,
 )
+from tests.engine.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("world")
 
-WORKER_TIMEOUT_SECONDS = 400
-ROOT = Path(__file__).parents[2]
 FP32 = 1e-5
 # Means over ranks of what a loss call logs, and how many; micro-batches are each
 # engine's own.
@@ -62,28 +56,7 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(directory):
     """World size -> what each of its ranks saved."""
-    workers = []
-    try:
-        for rank in range(3):
-            with open(directory / f"rank{rank}.log", "wb") as log:
-                worker = subprocess.Popen(
-                    [sys.executable, "-m", "tests.engine.dispatch_worker"]
-                    + [str(rank), str(directory)],
-                    cwd=ROOT,
-                    env={**os.environ, "PYTHONPATH": str(ROOT)},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            workers.append(worker)
-        codes = [w.wait(timeout=WORKER_TIMEOUT_SECONDS) for w in workers]
-    except subprocess.TimeoutExpired:
-        codes = ["timed out"]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    logs = [(directory / f"rank{r}.log").read_text()[-3000:] for r in range(3)]
-    assert codes == [0, 0, 0], f"{codes}\n" + "\n=====\n".join(logs)
+    run_ranks("tests.engine.dispatch_worker", 3, directory)
     return {
         n: [
             torch.load(directory / f"{n}ranks-{rank}.pt", weights_only=True)

@@ -1,10 +1,5 @@
 """Ranks in step, parameters resharded around every block: one result, no waiting."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -17,9 +12,8 @@ from tests.engine.lockstep_worker import (
     loss_of,
     rows_of_rank,
 )
+from tests.engine.ranks import run_ranks
 
-TIMEOUT_SECONDS = 240
-ROOT = Path(__file__).parents[2]
 FP32 = 1e-5
 SCENARIOS = [
     f"{name}-{split}-{budgets}"
@@ -30,40 +24,13 @@ SCENARIOS = [
 ]
 
 
-def run_ranks(directory: Path, world_size: int) -> list[dict]:
-    workers: list[subprocess.Popen] = []
-    codes: list = []
-    try:
-        for rank in range(world_size):
-            with open(directory / f"rank{rank}.log", "wb") as log:
-                command = [sys.executable, "-m", "tests.engine.lockstep_worker"]
-                workers.append(
-                    subprocess.Popen(
-                        [*command, str(rank), str(world_size), str(directory)],
-                        cwd=ROOT,
-                        env={**os.environ, "PYTHONPATH": str(ROOT)},
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        codes = [w.wait(timeout=TIMEOUT_SECONDS) for w in workers]
-    except subprocess.TimeoutExpired:
-        codes = ["timed out"]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    logs = [(directory / f"rank{r}.log").read_text()[-3000:] for r in range(world_size)]
-    assert codes == [0] * world_size, f"{codes}\n" + "\n=====\n".join(logs)
-    return [
-        torch.load(directory / f"rank{r}.pt", weights_only=True)
-        for r in range(world_size)
-    ]
-
-
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
 def ranks(request, tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("lockstep"), request.param)
+    world_size = request.param
+    directory = tmp_path_factory.mktemp("lockstep")
+    run_ranks("tests.engine.lockstep_worker", world_size, directory, str(world_size))
+    paths = [directory / f"rank{rank}.pt" for rank in range(world_size)]
+    return [torch.load(path, weights_only=True) for path in paths]
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,5 @@
 """Two ranks with different trees, one of them empty: never waiting, one result."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from areal.engine.fsdp_engine import FSDPPPOActor
@@ -20,6 +15,7 @@ from tests.engine.builders import (
     save_tiny_moe,
 )
 from tests.engine.checks import grpo_loss, labelled, loss_tokens, train_once
+from tests.engine.ranks import run_ranks
 from tests.engine.two_rank_data import lm_items, pair_items, trajectories, union
 from tests.engine.two_rank_updates import (
     actor_options,
@@ -36,8 +32,6 @@ from tests.engine.two_rank_worker import LORA, UNEVEN, Scenarios
 
 pytestmark = pytest.mark.usefixtures("world")
 
-WORKER_TIMEOUT_SECONDS = 240
-ROOT = Path(__file__).parents[2]
 FP32 = 1e-5
 
 
@@ -53,28 +47,7 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(directory):
     """What both ranks saved: a dict a rank, scenario -> results."""
-    workers = []
-    try:
-        for rank in (0, 1):
-            with open(directory / f"rank{rank}.log", "wb") as log:
-                worker = subprocess.Popen(
-                    [sys.executable, "-m", "tests.engine.two_rank_worker"]
-                    + [str(rank), str(directory)],
-                    cwd=ROOT,
-                    env={**os.environ, "PYTHONPATH": str(ROOT)},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                )
-            workers.append(worker)
-        codes = [w.wait(timeout=WORKER_TIMEOUT_SECONDS) for w in workers]
-    except subprocess.TimeoutExpired:
-        codes = ["timed out"]
-    finally:
-        for worker in workers:
-            worker.kill()
-            worker.wait()
-    logs = [(directory / f"rank{r}.log").read_text()[-3000:] for r in (0, 1)]
-    assert codes == [0, 0], f"{codes}\n" + "\n=====\n".join(logs)
+    run_ranks("tests.engine.two_rank_worker", 2, directory)
     paths = [directory / f"rank{r}.pt" for r in (0, 1)]
     return [torch.load(path, weights_only=True) for path in paths]
 
