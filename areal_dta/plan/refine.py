@@ -5,6 +5,9 @@ call continues the last one, so nearly all of its cost goes with its last sequen
 it cannot be cut in two. What can be done is what bin packing does: give a branch of
 the slowest rank to another, or swap two.
 
+Moves that repeat nothing come first, since they cost nothing: a second more in all is
+weighed heavily in the beginning, and less and less where that does not help any more.
+
 Candidates are the parts of a rank between its shallowest forks. They are sorted by a
 rough guess of what they gain; the best few are priced exactly. The work is bounded by
 a number of pricings, so a plan for many ranks stays quick; it is the same whenever it
@@ -15,24 +18,29 @@ is made.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from areal_dta.plan.pricing import FloatArray, Pricing, RangePrices
+from areal_dta.plan.pricing import Pricing, RangePrices
 from areal_dta.tree.leaf_order import IntArray, LeafOrder
 
 _GOOD_ENOUGH = 1.005  # slowest over mean rank: predictions are no better
 MAX_PRICINGS = 20_000
 PRICINGS_A_RANK = 60  # on top, to look at each
-REPEATED_WEIGHT = 0.4
-"""What a second more in all is worth, in seconds of the slowest rank."""
+WEIGHTS = (4.0, 1.0, 0.4, 0.1)
+"""What a second more in all is worth, in seconds of the slowest rank, in turns."""
+_MAX_WIDE = 5_000  # sequences; a batch of more gets a narrower search
 _MAX_SEQUENCES = 200_000  # beyond, ranks hold so many that cuts alone are balanced
 _MAX_FORKS = 15  # of a rank, the shallowest of each run
 _MAX_RUNS = 32  # of a rank on average: more are scattered on purpose
-_MAX_TARGETS = 12  # the fastest ranks
-_MAX_PRICED = 24  # candidates of a step that are priced
-_MAX_WIDTH = 3  # neighbouring branches that move together
+_LEAST_FORKS = 3  # of each run
+_MAX_TARGETS = 16  # ranks looked at together, the fastest first
+_MAX_PRICED = 48  # candidates of these that are priced
+_MAX_GUESS = 1.02  # of the slowest rank: guesses beyond are not priced
+_GUESSES_A_PRICING = 500  # which take about as long
+_MAX_WIDTH, _MAX_WIDTH_WIDE = 3, 16  # neighbouring branches that move together
 _LEAST_GAIN = 1e-4  # of the slowest rank, for a step to be worth it
 
 _Run = tuple[int, int]
@@ -59,7 +67,7 @@ def refine(
     prices: RangePrices,
     rank_N: IntArray,
     num_ranks: int,
-    repeated_weight: float = REPEATED_WEIGHT,
+    weights: Sequence[float] = WEIGHTS,
     max_pricings: int | None = None,
 ) -> tuple[IntArray, int, int]:
     """A rank for each sequence [N] with a smaller makespan; how many moves that took;
@@ -73,8 +81,9 @@ def refine(
     if max_pricings is None:
         max_pricings = MAX_PRICINGS + PRICINGS_A_RANK * num_ranks
     num_moves = 0
-    while ranks.num_pricings < max_pricings and ranks.improve(repeated_weight):
-        num_moves += 1
+    for weight in weights:
+        while ranks.num_pricings < max_pricings and ranks.improve(weight):
+            num_moves += 1
     return ranks.assignment(n), num_moves, ranks.num_pricings
 
 
@@ -93,6 +102,7 @@ class _Ranks:
         self._before: list[float] = prices.before.tolist()
         self._length_N, self._lcp_N = order.length_N, order.lcp_N
         self._alone = prices.at_cut
+        self._is_wide = len(order) <= _MAX_WIDE
         shared = order.lcp_N[1:].min(initial=order.length_N.min(), keepdims=True)
         self._common = float(pricing.branches(shared, np.zeros_like(shared))[0])
         self._cuts: dict[_Run, float] = {}
@@ -112,77 +122,83 @@ class _Ranks:
                 rank_N[start:end] = rank
         return rank_N
 
-    def improve(self, repeated_weight: float) -> bool:
+    def improve(self, weight: float) -> bool:
         """Take the best move or swap that makes the slowest rank faster, if any."""
         seconds = np.array(self.seconds)
         slowest = int(seconds.argmax())
         most = self.seconds[slowest]
         if most <= _GOOD_ENOUGH * float(seconds.mean()):
             return False
-        best: tuple[float, int, list[_Run], list[_Run]] | None = None
-        for target, given, taken in self._candidates(slowest, seconds):
-            ours, theirs = self.runs[slowest], self.runs[target]
-            for part, is_given in ((given, True), (taken, False)):
-                if part is not None and is_given:
-                    ours, theirs = _without(ours, part), _with(theirs, part)
-                elif part is not None:
-                    ours, theirs = _with(ours, part), _without(theirs, part)
-            a, b = self._price(ours), self._price(theirs)
-            slower, repeated = max(a, b), a + b - most - self.seconds[target]
-            score = slower + repeated_weight * repeated
-            if slower < most * (1 - _LEAST_GAIN) and (best is None or score < best[0]):
-                best = score, target, ours, theirs
-        if best is None:
-            return False
-        _, target, ours, theirs = best
-        for rank, runs in ((slowest, ours), (target, theirs)):
-            self.runs[rank], self.seconds[rank] = runs, self._price(runs)
-            self._parts.pop(rank, None)
-        return True
+        limit = most * (1 - _LEAST_GAIN)
+        fastest = np.argsort(seconds, kind="stable")
+        fastest = fastest[seconds[fastest] < limit]
+        for i in range(0, len(fastest), _MAX_TARGETS):
+            best: tuple[float, int, list[_Run], list[_Run]] | None = None
+            targets = fastest[i : i + _MAX_TARGETS]
+            for target, given, taken in self._candidates(slowest, targets, weight):
+                ours = _without(self.runs[slowest], given)
+                theirs = _with(self.runs[target], given)
+                if taken is not None:
+                    ours, theirs = _with(ours, taken), _without(theirs, taken)
+                a, b = self._price(ours), self._price(theirs)
+                repeated = a + b - most - self.seconds[target]
+                score = max(a, b) + weight * repeated
+                if max(a, b, score) < limit and (best is None or score < best[0]):
+                    best = score, target, ours, theirs
+            if best is not None:
+                _, target, ours, theirs = best
+                for rank, runs in ((slowest, ours), (target, theirs)):
+                    self.runs[rank], self.seconds[rank] = runs, self._price(runs)
+                    self._parts.pop(rank, None)
+                return True
+        return False
 
     def _candidates(
-        self, slowest: int, seconds: FloatArray
-    ) -> list[tuple[int, _Run | None, _Run | None]]:
+        self, slowest: int, targets: IntArray, weight: float
+    ) -> Iterator[tuple[int, _Run, _Run | None]]:
         """(other rank, part given to it, part taken for it or None), the most
         promising ones as far as the parts' own seconds tell."""
         given = self._parts_of(slowest)
-        fastest = np.argsort(seconds, kind="stable")[:_MAX_TARGETS].tolist()
         taken: list[tuple[int, _Part]] = []
-        for target in fastest:
-            if target != slowest:
-                taken.append((target, _NOTHING))
-                taken += [(target, part) for part in self._parts_of(target)]
-        if not taken or not given:
-            return []
+        for target in targets.tolist():
+            taken.append((target, _NOTHING))
+            taken += [(target, part) for part in self._parts_of(target)]
+        most = self.seconds[slowest]
         removed = np.array([p.removed_seconds for p in given])[:, None]
         added = np.array([p.added_seconds for p in given])[:, None]
         their_removed = np.array([p.removed_seconds for _, p in taken])
         their_added = np.array([p.added_seconds for _, p in taken])
-        of_target = seconds[[target for target, _ in taken]]
-        slower = np.maximum(
-            seconds[slowest] - removed + their_added, of_target + added - their_removed
-        ).ravel()
-        promising = np.arange(len(slower))
-        if len(slower) > _MAX_PRICED:
-            promising = np.argpartition(slower, _MAX_PRICED)[:_MAX_PRICED]
-        promising = promising[np.argsort(slower[promising], kind="stable")]
-        result = []
+        of_target = np.array([self.seconds[target] for target, _ in taken])
+        ours = most - removed + their_added
+        theirs = of_target + added - their_removed
+        slower = np.maximum(ours, theirs)
+        score = slower + weight * (ours + theirs - most - of_target)
+        score = np.where(slower < most * _MAX_GUESS, score, np.inf).ravel()
+        self.num_pricings += len(score) // _GUESSES_A_PRICING
+        promising = np.arange(len(score))
+        if len(score) > _MAX_PRICED:
+            promising = np.argpartition(score, _MAX_PRICED)[:_MAX_PRICED]
+        promising = promising[np.isfinite(score[promising])]
+        promising = promising[np.argsort(score[promising], kind="stable")]
         for i, j in zip(*np.divmod(promising, len(taken)), strict=True):
             target, part = taken[int(j)]
-            result.append((target, given[int(i)].run, part.run))
-        return result
+            run = given[int(i)].run
+            assert run is not None
+            yield target, run, part.run
 
     def _parts_of(self, rank: int) -> list[_Part]:
         """Up to three neighbouring branches of a rank between its shallow forks."""
         if rank not in self._parts:
             runs = self.runs[rank]
             parts: list[_Run] = []
-            num_forks = max(1, _MAX_FORKS // max(1, len(runs)))
+            least = _LEAST_FORKS if self._is_wide else 1
+            num_forks = max(least, _MAX_FORKS // max(1, len(runs)))
+            max_width = _MAX_WIDTH_WIDE if self._is_wide else _MAX_WIDTH
             for start, end in runs:
                 inner = self._lcp_N[start + 1 : end]
                 forks = np.argsort(inner, kind="stable")[:num_forks] + start + 1
                 bounds = [start, *sorted(forks.tolist()), end]
-                for width in range(1, _MAX_WIDTH + 1):
+                for width in range(1, min(max_width, len(bounds) - 1) + 1):
                     parts += zip(bounds[:-width], bounds[width:], strict=True)
             self._parts[rank] = [
                 _Part(

@@ -2,7 +2,11 @@
 
 import numpy as np
 
+from areal_dta.plan import CostModel, FlopModel, Pricing
 from areal_dta.tree import LeafOrder
+
+COST = CostModel.from_flops(FlopModel(4e7, 2e4, 1.6e7), 1e11)
+PRICING = Pricing.of(COST)
 
 
 def conversations(
@@ -17,7 +21,7 @@ def conversations(
         for trajectory in range(num_trajectories):
             history, shared = 4828, 4828 if prompt else 0
             if trajectory:
-                shared += first_turn
+                shared = history + first_turn
             calls = int(rng.integers(num_calls // 2, num_calls * 3 // 2 + 1))
             for call in range(calls):
                 asked = history + (int(rng.integers(100, 501)) if call else first_turn)

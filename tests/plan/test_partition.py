@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_dta.plan import (
-    CostModel,
-    FlopModel,
     Pricing,
     Reads,
     build_schedule,
@@ -25,10 +23,7 @@ from areal_dta.plan.pricing import RangePrices, price_subsets, rows_in_order
 from areal_dta.plan.refine import refine
 from areal_dta.tree import LeafOrder, PrefixTree
 from tests.builders import batches
-from tests.plan.shapes import conversations
-
-COST = CostModel.from_flops(FlopModel(4e7, 2e4, 1.6e7), 1e11)
-PRICING = Pricing.of(COST)
+from tests.plan.shapes import COST, PRICING, conversations
 
 
 def pairs_of(tree):
@@ -275,56 +270,6 @@ def test_the_field_keeps_prompts_together():
 def test_a_prompt_larger_than_a_share_is_split():
     order, prompts, _ = conversations(1, 8, 12)
     assert len(set(by_tree_tokens(order, prompts, 4).tolist())) == 4
-
-
-# ---- what has to hold on tau2-shaped batches
-
-SHAPES = [
-    (prompts, num_ranks, seed)
-    for prompts, ranks in {8: (2, 4, 8, 16, 24), 32: (2, 8, 32, 64)}.items()
-    for num_ranks in ranks
-    for seed in (0, 1)
-]
-
-
-@pytest.fixture(scope="module")
-def planned():
-    result = {}
-    for num_prompts, num_ranks, seed in SHAPES:
-        order, prompts, rows = conversations(num_prompts, seed=seed)
-        assert len(order) >= 30 * num_ranks
-        plan = partition(order, num_ranks, PRICING, rows, prompts)
-        result[num_prompts, num_ranks, seed] = plan
-    return result
-
-
-def test_ranks_are_balanced(planned):
-    worst = {key: plan.imbalance for key, plan in planned.items()}
-    assert max(worst.values()) <= 1.05, worst
-
-
-def test_little_is_repeated(planned):
-    for key, plan in planned.items():
-        least = min(c.total_seconds for c in plan.candidates)
-        assert sum(plan.predicted_seconds) <= 1.02 * least, key
-
-
-def test_faster_than_first_fit_by_tree_tokens(planned):
-    gains = [
-        next(c for c in plan.candidates if c.method == "tree_tokens").makespan_seconds
-        / plan.makespan_seconds
-        for (_, num_ranks, _), plan in planned.items()
-        if num_ranks >= 8
-    ]
-    assert np.mean(gains) >= 1.05
-
-
-def test_many_sequences_on_many_ranks():
-    order, prompts, rows = conversations(1050)
-    assert len(order) >= 100_000
-    plan = partition(order, 256, PRICING, rows, prompts)
-    assert plan.imbalance <= 1.05
-    assert len({s for part in plan.assignments for s in part}) == len(order)
 
 
 # ---- minibatches and micro-batches
