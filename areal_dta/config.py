@@ -33,7 +33,6 @@ from areal_dta.backends import (
     Backend,
     parse_backend,
 )
-from areal_dta.compose import Composed, ConfigError, did_you_mean, one_line
 from areal_dta.engine_config import (
     DTADPOEngineConfig,
     DTAPPOActorConfig,
@@ -42,6 +41,7 @@ from areal_dta.engine_config import (
     DTATrainEngineConfig,
 )
 from areal_dta.rollout.local import LocalServerConfig
+from areal_dta.startup.compose import Composed, ConfigError, did_you_mean, one_line
 
 ALGORITHMS: Final = ("ppo", "sft", "dpo", "rw")
 """``ppo`` stands for all that learn from rollouts: GRPO, PPO, GSPO, SAPO, ..."""

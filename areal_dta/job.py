@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from areal_dta.compose import ConfigError
-from areal_dta.prepare import Job, prepare
 from areal_dta.report.events import EventWriter
 from areal_dta.report.metrics import MetricsWriter, StepMetrics
+from areal_dta.startup.compose import ConfigError
+from areal_dta.startup.prepare import Job, prepare
 
 if TYPE_CHECKING:
     from areal_dta.config import DTAConfig, DTAGRPOConfig
-    from areal_dta.watched_trainer import WatchedTrainer
+    from areal_dta.trainers.watched import WatchedTrainer
 
 
 class Stopped(KeyboardInterrupt):
@@ -82,7 +82,7 @@ def trainer_class(algorithm: str) -> type[WatchedTrainer]:
         from areal_dta.trainer import DTATrainer
 
         return DTATrainer
-    from areal_dta.supervised_trainer import TRAINERS
+    from areal_dta.trainers.supervised import TRAINERS
 
     return TRAINERS[algorithm]
 

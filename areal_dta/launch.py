@@ -24,7 +24,12 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from areal_dta.compose import (
+from areal_dta.processes.supervisor import Event, Supervisor
+from areal_dta.report.alerts import AlertReader
+from areal_dta.report.metrics import StepMetrics, read_metrics
+from areal_dta.report.plot import plot_losses, plot_rewards
+from areal_dta.report.table import RunView
+from areal_dta.startup.compose import (
     Composed,
     ConfigError,
     compose,
@@ -32,11 +37,6 @@ from areal_dta.compose import (
     project_config_dir,
     run_dir,
 )
-from areal_dta.processes.supervisor import Event, Supervisor
-from areal_dta.report.alerts import AlertReader
-from areal_dta.report.metrics import StepMetrics, read_metrics
-from areal_dta.report.plot import plot_losses, plot_rewards
-from areal_dta.report.table import RunView
 
 # Until the job has told those of its configuration.
 DEFAULT_LIMITS = {"startup_timeout_seconds": 900.0, "grace_seconds": 15.0}
@@ -257,8 +257,8 @@ def dry_run(composed: Composed, overrides: Sequence[str]) -> str:
         ConfigError: it cannot work.
     """
     with _quiet():  # AReaL logs to standard output while it is imported
-        from areal_dta.prepare import prepare
-        from areal_dta.run_plan import config_text, plan_text
+        from areal_dta.startup.prepare import prepare
+        from areal_dta.startup.run_plan import config_text, plan_text
 
         job = prepare(str(composed.file), overrides)
         parts = [

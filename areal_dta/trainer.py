@@ -15,12 +15,12 @@ from areal.api.cli_args import AgentConfig
 from areal.infra import RolloutController
 from areal.trainer.rl_trainer import PPOTrainer
 
-from areal_dta.collecting_trainer import CollectingTrainer
 from areal_dta.config import DTAGRPOConfig, DTAPPOActorConfig, DTAPPOCriticConfig
 from areal_dta.processes import proxy
 from areal_dta.report.logprob_gap import LogprobGap, logprob_gap
-from areal_dta.watched_trainer import WatchedTrainer, wrapped
-from areal_dta.weight_sync import load_when_saved
+from areal_dta.trainers.collecting import CollectingTrainer
+from areal_dta.trainers.watched import WatchedTrainer, wrapped
+from areal_dta.trainers.weight_sync import load_when_saved
 
 if TYPE_CHECKING:
     from areal.api.alloc_mode import ModelAllocation

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_dta.compose import (
+from areal_dta.startup.compose import (
     ConfigError,
     compose,
     did_you_mean,

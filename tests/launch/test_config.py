@@ -9,7 +9,6 @@ import pytest
 from omegaconf import OmegaConf
 
 from areal_dta.backends import ROLLOUT_BACKENDS, TRAIN_BACKENDS, parse_backend
-from areal_dta.compose import ConfigError, compose, find_config, project_config_dir
 from areal_dta.config import (
     DTAGRPOConfig,
     to_structured,
@@ -17,6 +16,12 @@ from areal_dta.config import (
     translate_backends,
 )
 from areal_dta.job import save_config
+from areal_dta.startup.compose import (
+    ConfigError,
+    compose,
+    find_config,
+    project_config_dir,
+)
 
 CONFIGS = project_config_dir()
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))

@@ -18,11 +18,11 @@ from areal.api.cli_args import NameResolveConfig, SchedulingSpec
 from areal.infra.scheduler.exceptions import WorkerFailedError, WorkerTimeoutError
 from areal.utils import name_resolve, names
 
-from areal_dta.compose import compose, find_config
 from areal_dta.config import DTAGRPOConfig, to_structured
 from areal_dta.processes.loopback import LOOPBACK, use_loopback
 from areal_dta.processes.scheduler import BoundedLocalScheduler
-from areal_dta.weight_sync import load_when_saved
+from areal_dta.startup.compose import compose, find_config
+from areal_dta.trainers.weight_sync import load_when_saved
 
 pytestmark = pytest.mark.timeout(120)
 

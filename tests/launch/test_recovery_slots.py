@@ -12,8 +12,12 @@ from areal.trainer import rl_trainer
 from areal.utils.recover import RecoverHandler
 
 from areal_dta.plan import FlopModel
-from areal_dta.recovery import SlotRecoverHandler, replace_text, slots_for_recovery
 from areal_dta.rollout.planner import BatchPlanner
+from areal_dta.trainers.recovery import (
+    SlotRecoverHandler,
+    replace_text,
+    slots_for_recovery,
+)
 
 
 class Engine:

@@ -18,14 +18,14 @@ from areal.trainer.rl_trainer import PPOTrainer
 from areal.trainer.rw_trainer import RWTrainer
 from areal.trainer.sft_trainer import SFTTrainer
 
-from areal_dta.compose import compose, find_config
 from areal_dta.config import ALGORITHMS, KIND_OF, to_structured, train_sections
 from areal_dta.engine.choice import KINDS, engine_class
 from areal_dta.engine.dense import PackedAttention
 from areal_dta.engine.dta_engine import DTAEngine
 from areal_dta.job import trainer_class
+from areal_dta.startup.compose import compose, find_config
 from areal_dta.trainer import DTATrainer
-from areal_dta.watched_trainer import WatchedTrainer, _commits, wrapped
+from areal_dta.trainers.watched import WatchedTrainer, _commits, wrapped
 
 AREAL_TRAINERS = {
     "ppo": PPOTrainer,
@@ -102,7 +102,7 @@ def test_the_trainer_makes_them_by_role(monkeypatch: pytest.MonkeyPatch) -> None
         asked.append((kind, engine, attn_impl))
         return controllers
 
-    monkeypatch.setattr("areal_dta.watched_trainer.engine_class", choose)
+    monkeypatch.setattr("areal_dta.trainers.watched.engine_class", choose)
     trainer: Any = DTATrainer.__new__(DTATrainer)
     trainer.scheduler = "the scheduler"
     alloc: Any = SimpleNamespace(backend="fsdp", parallel="d2")

@@ -3,9 +3,9 @@
 import torch
 from areal.api.cli_args import AgentConfig
 
-from areal_dta.compose import compose, find_config
 from areal_dta.config import to_structured
 from areal_dta.report.logprob_gap import logprob_gap
+from areal_dta.startup.compose import compose, find_config
 from areal_dta.trainer import _with_secret_key
 
 

@@ -22,8 +22,8 @@ from areal_dta.config import (
     rollout_backend,
     train_sections,
 )
-from areal_dta.prepare import Job
 from areal_dta.report.batch import batch_meter
+from areal_dta.startup.prepare import Job
 
 SAMPLED_PROMPTS = 256
 

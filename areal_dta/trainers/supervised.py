@@ -11,7 +11,7 @@ from areal.trainer.dpo_trainer import DPOTrainer
 from areal.trainer.rw_trainer import RWTrainer
 from areal.trainer.sft_trainer import SFTTrainer
 
-from areal_dta.watched_trainer import WatchedTrainer
+from areal_dta.trainers.watched import WatchedTrainer
 
 if TYPE_CHECKING:
     from areal.api.alloc_mode import ModelAllocation

@@ -1,12 +1,12 @@
-"""The checks of `areal_dta.preflight` that are about learning from rollouts."""
+"""The checks of `areal_dta.startup.preflight` that are about learning from rollouts."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 
 from areal_dta.backends import TEACHER_BACKENDS, Backend, parse_backend
-from areal_dta.compose import ConfigError, one_line
 from areal_dta.config import DTAGRPOConfig, uses_reference
+from areal_dta.startup.compose import ConfigError, one_line
 
 
 def check_rollout(config: DTAGRPOConfig, rollout: Backend) -> None:

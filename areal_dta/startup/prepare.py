@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_dta.compose import (
+from areal_dta.startup.compose import (
     Composed,
     ConfigError,
     compose,
@@ -16,7 +16,7 @@ from areal_dta.compose import (
     one_line,
     run_dir,
 )
-from areal_dta.hardware import detect_hardware
+from areal_dta.startup.hardware import detect_hardware
 
 if TYPE_CHECKING:
     from areal_dta.config import DTAConfig
@@ -60,7 +60,7 @@ def prepare(config_name: str, overrides: Sequence[str]) -> Job:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also where there is a GPU
 
     from areal_dta.config import to_structured
-    from areal_dta.preflight import check_config, num_steps
+    from areal_dta.startup.preflight import check_config, num_steps
 
     config = to_structured(composed)
     notes += check_config(config, composed)
@@ -79,7 +79,7 @@ def prepare(config_name: str, overrides: Sequence[str]) -> Job:
 def _load_data(config: DTAConfig) -> tuple[Any, Any, Any]:
     from areal.utils.hf_utils import load_hf_tokenizer
 
-    from areal_dta.preflight import load_object
+    from areal_dta.startup.preflight import load_object
 
     load = load_object(config.dataset_fn, "dataset_fn")
     tokenizer = load_hf_tokenizer(config.tokenizer_path or config.actor.path)

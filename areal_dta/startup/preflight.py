@@ -15,12 +15,6 @@ from importlib.util import find_spec
 from typing import Any
 
 from areal_dta.backends import Backend
-from areal_dta.compose import (
-    Composed,
-    ConfigError,
-    did_you_mean,
-    one_line,
-)
 from areal_dta.config import (
     DTAConfig,
     DTAGRPOConfig,
@@ -29,8 +23,14 @@ from areal_dta.config import (
     train_sections,
 )
 from areal_dta.engine.choice import PAIR_KINDS, VALUE_KINDS, engine_class
-from areal_dta.hardware import detect_hardware, num_gpus
-from areal_dta.preflight_rollout import (
+from areal_dta.startup.compose import (
+    Composed,
+    ConfigError,
+    did_you_mean,
+    one_line,
+)
+from areal_dta.startup.hardware import detect_hardware, num_gpus
+from areal_dta.startup.preflight_rollout import (
     check_agent,
     check_group_norms,
     check_reference,

@@ -54,7 +54,7 @@ class Composed:
 
 def project_config_dir() -> Path:
     """The project's own configurations: in the package (wheel) or beside it (clone)."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     for candidate in (package / "configs", package.parent / "configs"):
         if (candidate / "gsm8k_grpo.yaml").is_file():
             return candidate

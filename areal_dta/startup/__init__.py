@@ -1,0 +1,1 @@
+"""From files and overrides to a checked job, before anything heavy starts."""

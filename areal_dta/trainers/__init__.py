@@ -1,0 +1,1 @@
+"""What our trainers add to AReaL's: processes watched, rollouts collected, recovery."""
