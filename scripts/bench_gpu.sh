@@ -20,7 +20,11 @@ export PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:Tr
 "$python" - <<'PY' || exit 1
 import sys
 
-import torch
+try:
+    import torch
+except ImportError as error:
+    sys.exit(f"bench_gpu.sh: {error}; set PYTHON to one that has torch, transformers "
+             "and numpy")
 
 if not torch.cuda.is_available():
     sys.exit("bench_gpu.sh: torch finds no CUDA device; scripts/bench_executor.py "
