@@ -44,7 +44,7 @@ def least_total(
     n = len(order)
     if not n:
         return 0.0
-    common = _common(order)
+    common = common_tokens(order)
     num_used = min(num_ranks, n)
     total = prices.price(0, n) + (num_used - 1) * _path(pricing, common)
     if prices.price(0, n) <= limit:
@@ -86,7 +86,7 @@ def _cut_depth(
     return deepest
 
 
-def _common(order: LeafOrder) -> int:
+def common_tokens(order: LeafOrder) -> int:
     """Tokens that all sequences share."""
     return int(order.lcp_N[1:].min(initial=int(order.length_N.min())))
 

@@ -16,15 +16,19 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from areal_dta.plan.bounds import least_makespan
+from areal_dta.plan.bounds import common_tokens, least_makespan
 from areal_dta.plan.pricing import FloatArray, Pricing, RangePrices
 from areal_dta.tree.leaf_order import IntArray, LeafOrder
 
 # Of a rank, over the least that the slowest can need: tight limits leave misfits,
 # loose ones leave ranks empty. Which is best differs.
-_ROOM = (1.02, 1.03, 1.04, 1.01, 1.0, 1.05, 1.005, 1.015, 1.025, 1.035, 1.07, 1.1)
-_MAX_UNITS = 2_000  # placing one looks at all before
-_MAX_PLACED = 8_000  # units over all trials: about a quarter of a second
+_ROOM = (
+    *(1.02, 1.03, 1.04, 1.01, 1.0, 1.05, 1.06, 1.07, 1.08, 1.1, 1.12, 1.15),
+    *(1.005, 1.015, 1.025, 1.035),
+)
+_MAX_UNITS = 20_000
+_MAX_PLACED = 8_000  # units over all trials, the first one aside: about half a second
+_MAX_COMPARED = 2_000_000  # pairs of units of a trial
 _ALIKE = 0.9  # of the longest shared path: as good, so what fits best counts
 
 
@@ -37,13 +41,18 @@ def packings(
         return
     least = least_makespan(pricing, order, prices, num_ranks)
     lcps = _LeastBetween(order.lcp_N)
+    # only branches below the same fork share more than all do
+    kind_N = np.cumsum(order.lcp_N <= common_tokens(order)).astype(np.int64)
     num_placed = 0
     for room in _ROOM:
         units = _units(order, prices, least * room)
-        num_placed += len(units)
-        if len(units) > _MAX_UNITS or num_placed > _MAX_PLACED:
+        if not units or num_placed + len(units) > max(_MAX_PLACED, len(units)):
             return
-        yield _pack(pricing, lcps, units, len(order), num_ranks, least * room)
+        kind_U = kind_N[[start for start, _, _ in units]]
+        if int((np.bincount(kind_U) ** 2).sum()) > _MAX_COMPARED:
+            return
+        num_placed += len(units)
+        yield _pack(pricing, order, lcps, units, kind_U, num_ranks, least * room)
 
 
 class _LeastBetween:
@@ -69,10 +78,13 @@ class _LeastBetween:
 def _units(
     order: LeafOrder, prices: RangePrices, limit: float
 ) -> list[tuple[int, int, float]]:
-    """(start, end, seconds alone) of branches within ``limit``, dearest first."""
+    """(start, end, seconds alone) of branches within ``limit``, dearest first; none
+    if there are too many."""
     units: list[tuple[int, int, float]] = []
     left = [(0, len(order))]
     while left:
+        if len(units) + len(left) > _MAX_UNITS:
+            return []
         start, end = left.pop()
         seconds = prices.price(start, end)
         if seconds <= limit or end - start == 1:
@@ -87,24 +99,29 @@ def _units(
 
 def _pack(
     pricing: Pricing,
+    order: LeafOrder,
     lcps: _LeastBetween,
     units: list[tuple[int, int, float]],
-    num_sequences: int,
+    kind_U: IntArray,
     num_ranks: int,
     limit: float,
 ) -> IntArray:
+    common = common_tokens(order)
     start_U = np.array([start for start, _, _ in units], np.int64)
     end_U = np.array([end for _, end, _ in units], np.int64)
     rank_U = np.zeros(len(units), np.int64)
-    rank_N = np.empty(num_sequences, np.int64)
+    placed: dict[int, list[int]] = {}
+    rank_N = np.empty(len(order), np.int64)
     load_K = np.zeros(num_ranks)
     for unit, (start, end, seconds) in enumerate(units):
-        shared_K = np.zeros(num_ranks, np.int64)
-        if unit:
-            is_left = start_U[:unit] < start
-            low = np.where(is_left, end_U[:unit], end)
-            high = np.where(is_left, start, start_U[:unit]) + 1
-            np.maximum.at(shared_K, rank_U[:unit], lcps(low, high))
+        kin = placed.setdefault(int(kind_U[unit]), [])
+        shared_K = np.where(load_K > 0, common, 0)
+        if kin:
+            others = np.array(kin, np.int64)
+            is_left = start_U[others] < start
+            low = np.where(is_left, end_U[others], end)
+            high = np.where(is_left, start, start_U[others]) + 1
+            np.maximum.at(shared_K, rank_U[others], lcps(low, high))
         after_K = load_K + seconds - _paths(pricing, shared_K)
         fits_K = after_K <= limit
         if fits_K.any():
@@ -115,6 +132,7 @@ def _pack(
             rank = int(after_K.argmin())
         load_K[rank], rank_U[unit] = after_K[rank], rank
         rank_N[start:end] = rank
+        kin.append(unit)
     return rank_N
 
 

@@ -61,13 +61,27 @@ def test_faster_than_first_fit_by_tree_tokens(planned):
     assert np.mean(gains) >= 1.05
 
 
-def test_many_sequences_on_many_ranks():
-    order, prompts, rows = conversations(1050)
-    assert len(order) >= 100_000
-    plan = partition(order, 256, PRICING, rows, prompts)
+@pytest.mark.parametrize(
+    ("num_prompts", "num_ranks", "at_least"), [(1050, 256, 100_000), (200, 630, 18_900)]
+)
+def test_many_sequences_on_many_ranks(num_prompts, num_ranks, at_least):
+    order, prompts, rows = conversations(num_prompts)
+    assert len(order) >= at_least
+    plan = partition(order, num_ranks, PRICING, rows, prompts)
     assert plan.imbalance <= MAX_IMBALANCE
     assert sum(plan.predicted_seconds) <= MAX_TOTAL * cheapest(plan)
     assert len({s for part in plan.assignments for s in part}) == len(order)
+
+
+@pytest.mark.parametrize("num_trajectories", [1, 4, 16])
+@pytest.mark.parametrize("num_calls", [4, 12, 20])
+def test_other_shapes_are_balanced(num_trajectories, num_calls):
+    order, prompts, rows = conversations(16, num_trajectories, num_calls)
+    plan = partition(order, max(2, len(order) // 30), PRICING, rows, prompts)
+    assert plan.imbalance <= MAX_IMBALANCE
+    # long episodes cannot share a rank; splitting them is what costs
+    most = MAX_TOTAL if num_calls <= 12 else 1.07
+    assert sum(plan.predicted_seconds) <= most * cheapest(plan)
 
 
 # ---- recorded episodes

@@ -105,8 +105,18 @@ def test_what_does_not_fit_is_split():
         assert set(rank_N.tolist()) == {0, 1}
 
 
+def test_prompts_with_nothing_in_common():
+    # two system prompts: a rank holds the branches of one
+    order = LeafOrder.from_arrays(
+        [900, 910, 920, 900, 910, 920], [0, 700, 700, 0, 700, 700]
+    )
+    rank_N = next(packings(PRICING, order, priced(order), 2))
+    assert len(set(rank_N[:3])) == len(set(rank_N[3:])) == 1
+    assert rank_N[0] != rank_N[3]
+
+
 def test_too_many_branches_are_not_packed():
-    n = 3_000
+    n = 20_001
     order = LeafOrder.from_arrays(np.full(n, 50), np.zeros(n, np.int64))
-    assert not list(packings(PRICING, order, priced(order), 2_999))
+    assert not list(packings(PRICING, order, priced(order), 20_000))
     assert not list(packings(PRICING, LeafOrder.from_arrays([], []), None, 2))
