@@ -29,7 +29,6 @@ VARIANTS = {
     "dense": "dense, one sequence at a time",
     "packed": "packed, one masked block",
     "dta@256/all": "dta, all graphs retained",
-    "dta@256/1024": "dta, retain_tokens=1024",
     "dta@256/0": "dta, retain_tokens=0",
 }
 
