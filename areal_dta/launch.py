@@ -225,10 +225,10 @@ class Launcher:
             say(f"metrics       {metrics_path}", soft_wrap=True, highlight=False)
         if self._checkpoint is not None:
             say(f"checkpoint    {self._checkpoint}", soft_wrap=True, highlight=False)
-        if self.exit_code == 0 and (summary := _summary(steps)):
-            say(summary, highlight=False)
-            if collected := _collector_summary(steps):
-                say(collected, highlight=False)
+        if self.exit_code == 0 and steps:
+            for summary in (_summary(steps), _collector_summary(steps)):
+                if summary:
+                    say(summary, highlight=False)
             if self._note:
                 say(self._note, style="dim", highlight=False)
         elif self.exit_code != 0:
@@ -331,8 +331,8 @@ def _collector_summary(steps: Sequence[StepMetrics]) -> str:
 
     return (
         f"collector     {mean('collector/share_of_step'):.1%} of a step beside it, "
-        f"{mean('collector/wait_share_of_step'):.1%} waited for; slowest rank "
-        f"{mean('plan/imbalance'):.3f}x mean"
+        f"{mean('collector/wait_share_of_step'):.1%} waited for; "
+        f"slowest rank {mean('plan/imbalance'):.3f}x mean"
     )
 
 

@@ -38,6 +38,8 @@ def test_three_steps_of_the_main_job(tmp_path: Path) -> None:
     text = run.text()
     assert "hardware=auto: " in text
     assert "step 3/3  reward" in text
+    assert "of a step beside it" in text  # what collecting costs
+    assert "on purpose, faulty habits" in " ".join(text.split())  # what a rise means
     (checkpoint,) = (
         Path(line.split()[1])
         for line in text.splitlines()
