@@ -67,6 +67,7 @@ class WatchedTrainer:
     actor: Any
     scheduler: Any
     stats_logger: Any
+    saver: Any
 
     def __init__(
         self,
@@ -178,7 +179,10 @@ class WatchedTrainer:
 
     def _save_hf(self, epoch: int, epoch_step: int, global_step: int) -> None:
         areal: Any = super()
-        areal._save_hf(epoch, epoch_step, global_step)
+        # AReaL 1.0.4 asks once for the actor and once for the critic whether it is
+        # time, and each question counts as a step: they would be saved in turn.
+        with wrapped(self.saver.freq_ctl, "check", answered_once):
+            areal._save_hf(epoch, epoch_step, global_step)
         root = Saver.get_model_save_root(
             self.config.experiment_name,
             self.config.trial_name,
@@ -257,6 +261,18 @@ def wrapped(
         yield
     finally:
         delattr(owner, name)
+
+
+def answered_once(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls once, and gives the same answer from then on."""
+    answers: list[Any] = []
+
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        if not answers:
+            answers.append(call(*args, **kwargs))
+        return answers[0]
+
+    return answered
 
 
 @contextmanager

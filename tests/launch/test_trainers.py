@@ -17,6 +17,7 @@ from areal.trainer.dpo_trainer import DPOTrainer
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.trainer.rw_trainer import RWTrainer
 from areal.trainer.sft_trainer import SFTTrainer
+from areal.utils.timeutil import EpochStepTimeFreqCtl
 
 from areal_dta.config import ALGORITHMS, KIND_OF, to_structured, train_sections
 from areal_dta.engine.choice import KINDS, engine_class
@@ -141,3 +142,37 @@ def test_a_wrapped_method_is_put_back() -> None:
     with wrapped(owner, "double", lambda call: lambda x: call(x) + 1):
         assert owner.double(3) == 7
     assert owner.double(3) == 6
+
+
+def test_actor_and_critic_are_saved_in_the_same_steps() -> None:
+    """Each question whether it is time counts as a step in AReaL."""
+    saved: list[tuple[str, int]] = []
+    frequency = EpochStepTimeFreqCtl(freq_epoch=None, freq_step=3, freq_sec=None)
+
+    class Trainer(WatchedTrainer, _SavesTwo):
+        def __init__(self) -> None:
+            self.saver = SimpleNamespace(freq_ctl=frequency)
+            self.saved = saved
+            self.config = SimpleNamespace(
+                experiment_name="e",
+                trial_name="t",
+                cluster=SimpleNamespace(fileroot="nowhere"),
+            )
+
+    trainer = Trainer()
+    for step in range(6):
+        trainer._save_hf(0, step, step)
+    assert saved == [("actor", 2), ("critic", 2), ("actor", 5), ("critic", 5)]
+    assert "check" not in vars(frequency)
+
+
+class _SavesTwo:
+    """As AReaL's PPO trainer with a critic."""
+
+    saver: Any
+    saved: list[tuple[str, int]]
+
+    def _save_hf(self, epoch: int, epoch_step: int, global_step: int) -> None:
+        for name in ("actor", "critic"):
+            if self.saver.freq_ctl.check(epochs=0, steps=1):
+                self.saved.append((name, global_step))
