@@ -228,7 +228,7 @@ class Launcher:
         if self.exit_code == 0 and steps:
             for summary in (_summary(steps), _collector_summary(steps)):
                 if summary:
-                    say(summary, highlight=False)
+                    say(summary, soft_wrap=True, highlight=False)
             if self._note:
                 say(self._note, style="dim", highlight=False)
         elif self.exit_code != 0:
