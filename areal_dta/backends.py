@@ -11,7 +11,7 @@ from typing import Final
 
 from areal.api.alloc_mode import ModelAllocation
 
-from areal_dta.startup.compose import ConfigError, did_you_mean
+from areal_dta.errors import ConfigError, did_you_mean
 
 TRAIN_BACKENDS: Final = {
     "dta": "fsdp",

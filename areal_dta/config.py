@@ -33,6 +33,7 @@ from areal_dta.backends import (
     Backend,
     parse_backend,
 )
+from areal_dta.composed import Composed
 from areal_dta.engine_config import (
     DTADPOEngineConfig,
     DTAPPOActorConfig,
@@ -40,8 +41,8 @@ from areal_dta.engine_config import (
     DTATeacherConfig,
     DTATrainEngineConfig,
 )
+from areal_dta.errors import ConfigError, did_you_mean, one_line
 from areal_dta.rollout.local import LocalServerConfig
-from areal_dta.startup.compose import Composed, ConfigError, did_you_mean, one_line
 
 ALGORITHMS: Final = ("ppo", "sft", "dpo", "rw")
 """``ppo`` stands for all that learn from rollouts: GRPO, PPO, GSPO, SAPO, ..."""

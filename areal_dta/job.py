@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from areal_dta.errors import ConfigError
 from areal_dta.report.events import EventWriter
 from areal_dta.report.metrics import MetricsWriter, StepMetrics
-from areal_dta.startup.compose import ConfigError
 from areal_dta.startup.prepare import Job, prepare
 
 if TYPE_CHECKING:

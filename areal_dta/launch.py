@@ -24,19 +24,14 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
+from areal_dta.composed import Composed
+from areal_dta.errors import ConfigError
 from areal_dta.processes.supervisor import Event, Supervisor
 from areal_dta.report.alerts import AlertReader
 from areal_dta.report.metrics import StepMetrics, read_metrics
 from areal_dta.report.plot import plot_losses, plot_rewards
 from areal_dta.report.table import RunView
-from areal_dta.startup.compose import (
-    Composed,
-    ConfigError,
-    compose,
-    find_config,
-    project_config_dir,
-    run_dir,
-)
+from areal_dta.startup.compose import compose, find_config, project_config_dir, run_dir
 
 # Until the job has told those of its configuration.
 DEFAULT_LIMITS = {"startup_timeout_seconds": 900.0, "grace_seconds": 15.0}

@@ -9,10 +9,8 @@ whether the key exists (see `areal_dta.config.to_structured`).
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -26,30 +24,14 @@ from hydra.errors import (
     MissingConfigException,
     OverrideParseException,
 )
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from areal_dta.composed import Composed
+from areal_dta.errors import ConfigError, did_you_mean, one_line
+
 MAX_WORKER_THREADS = 4  # more do not help models that fit on a CPU
-
-
-class ConfigError(ValueError):
-    """The user's command or configuration cannot work; the message is one line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Composed:
-    """A composed configuration, not yet checked against the schema."""
-
-    config: DictConfig
-    file: Path
-    choices: dict[str, str]
-    """The option taken for each config group, e.g. ``{"hardware": "cpu"}``."""
-    groups: tuple[str, ...]
-    """All config groups that could have been given."""
-    named: frozenset[str] = frozenset()
-    """Top-level keys that the file itself or an override names: not those that only
-    config groups bring."""
 
 
 def project_config_dir() -> Path:
@@ -143,18 +125,6 @@ def run_dir(composed: Composed) -> Path:
             raise ConfigError(f"no value for {key}; set it in {composed.file.name}")
         names.append(str(value))
     return Path(*names)
-
-
-def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """``" (did you mean 'x'?)"``, or nothing."""
-    close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def one_line(error: BaseException) -> str:
-    """An exception's message on a single line, without the empty parts."""
-    text = " ".join(part.strip() for part in str(error).splitlines() if part.strip())
-    return text or type(error).__name__
 
 
 def usable_cpus() -> int:

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from areal_dta.backends import Backend
+from areal_dta.composed import Composed
 from areal_dta.config import (
     DTAConfig,
     DTAGRPOConfig,
@@ -23,12 +24,7 @@ from areal_dta.config import (
     train_sections,
 )
 from areal_dta.engine.choice import PAIR_KINDS, VALUE_KINDS, engine_class
-from areal_dta.startup.compose import (
-    Composed,
-    ConfigError,
-    did_you_mean,
-    one_line,
-)
+from areal_dta.errors import ConfigError, did_you_mean, one_line
 from areal_dta.startup.hardware import detect_hardware, num_gpus
 from areal_dta.startup.preflight_rollout import (
     check_agent,

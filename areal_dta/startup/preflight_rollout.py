@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from areal_dta.backends import TEACHER_BACKENDS, Backend, parse_backend
 from areal_dta.config import DTAGRPOConfig, uses_reference
-from areal_dta.startup.compose import ConfigError, one_line
+from areal_dta.errors import ConfigError, one_line
 
 
 def check_rollout(config: DTAGRPOConfig, rollout: Backend) -> None:

@@ -8,14 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_dta.startup.compose import (
-    Composed,
-    ConfigError,
-    compose,
-    find_config,
-    one_line,
-    run_dir,
-)
+from areal_dta.composed import Composed
+from areal_dta.errors import ConfigError, one_line
+from areal_dta.startup.compose import compose, find_config, run_dir
 from areal_dta.startup.hardware import detect_hardware
 
 if TYPE_CHECKING:

@@ -8,14 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_dta.startup.compose import (
-    ConfigError,
-    compose,
-    did_you_mean,
-    find_config,
-    project_config_dir,
-    run_dir,
-)
+from areal_dta.errors import ConfigError, did_you_mean
+from areal_dta.startup.compose import compose, find_config, project_config_dir, run_dir
 from tests.launch.running import launch_env
 
 MAIN = project_config_dir() / "gsm8k_grpo.yaml"

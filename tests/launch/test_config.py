@@ -15,13 +15,9 @@ from areal_dta.config import (
     train_sections,
     translate_backends,
 )
+from areal_dta.errors import ConfigError
 from areal_dta.job import save_config
-from areal_dta.startup.compose import (
-    ConfigError,
-    compose,
-    find_config,
-    project_config_dir,
-)
+from areal_dta.startup.compose import compose, find_config, project_config_dir
 
 CONFIGS = project_config_dir()
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from areal_dta.composed import Composed
 from areal_dta.config import rollout_backend, to_structured, train_sections
+from areal_dta.errors import ConfigError
 from areal_dta.startup import hardware, preflight, preflight_rollout
-from areal_dta.startup.compose import Composed, ConfigError, compose, find_config
+from areal_dta.startup.compose import compose, find_config
 from areal_dta.startup.hardware import detect_hardware
 from areal_dta.startup.preflight import check_config, load_object, num_steps
 
