@@ -1,8 +1,8 @@
 """Train: ``python -m areal_dta.launch --config gsm8k_grpo.yaml [key=value ...]``.
 
-This process stays light. It checks what can be checked at once, starts the one that
-trains (`areal_dta.job`), shows what that reports, and sees to it that nothing is left
-behind, however the run ends.
+This process stays light. It checks what can be checked at once, starts the process that
+trains (`areal_dta.startup.train_process`), shows what that process reports, and leaves
+nothing behind, however the run ends.
 
 Exit codes: 0 done, 1 the run failed, 2 the configuration cannot work, 130 Ctrl-C,
 128 + N another signal.
@@ -24,13 +24,13 @@ from typing import Any, NoReturn
 
 from rich.console import Console
 
-from areal_dta.composed import Composed
-from areal_dta.errors import ConfigError
+from areal_dta.config.composed import Composed
+from areal_dta.config.errors import ConfigError
 from areal_dta.processes.supervisor import Event, Supervisor
-from areal_dta.report.alerts import AlertReader
-from areal_dta.report.metrics import StepMetrics, read_metrics
+from areal_dta.report.live_table import RunView
+from areal_dta.report.log_alerts import AlertReader
 from areal_dta.report.plot import plot_losses, plot_rewards
-from areal_dta.report.table import RunView
+from areal_dta.report.step_metrics import StepMetrics, read_metrics
 from areal_dta.startup.compose import compose, find_config, project_config_dir, run_dir
 
 # Until the job has told those of its configuration.
@@ -99,7 +99,13 @@ class Launcher:
     def run(self, config_file: Path, overrides: Sequence[str]) -> int:
         """Start the job and stay with it until all of its processes are gone."""
         self.log_path.write_bytes(b"")
-        command = [sys.executable, "-m", "areal_dta.job", "--config", str(config_file)]
+        command = [
+            sys.executable,
+            "-m",
+            "areal_dta.startup.train_process",
+            "--config",
+            str(config_file),
+        ]
         previous = {s: signal.signal(s, self._on_signal) for s in _signals()}
         supervisor = Supervisor([*command, *overrides], self.log_path)
         alerts = AlertReader(self.log_path)
@@ -252,8 +258,8 @@ def dry_run(composed: Composed, overrides: Sequence[str]) -> str:
         ConfigError: it cannot work.
     """
     with _quiet():  # AReaL logs to standard output while it is imported
+        from areal_dta.startup.dry_run import config_text, plan_text
         from areal_dta.startup.prepare import prepare
-        from areal_dta.startup.run_plan import config_text, plan_text
 
         job = prepare(str(composed.file), overrides)
         parts = [

@@ -42,16 +42,9 @@ from bench.replayed import replay, why_not_replayed
 from bench.table import machine
 from bench.workloads import Sizes, Workload
 
-from areal_dta.plan import (
-    CostModel,
-    FlopModel,
-    Plan,
-    Pricing,
-    Reads,
-    build_schedule,
-    partition,
-)
-from areal_dta.plan.features import samples_from_rows
+from areal_dta.balance import CostModel, Plan, Pricing, partition
+from areal_dta.schedule import FlopModel, Reads, build_schedule
+from areal_dta.schedule.block_features import samples_from_rows
 from areal_dta.tree import PrefixTree
 
 TAU2 = "tau2-airline"

@@ -21,17 +21,17 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-from areal_dta.embedded.corpus import Fault, Mix, sample_conversation
-from areal_dta.embedded.evaluate import SETTINGS, accuracy_table
-from areal_dta.embedded.problems import iter_problems
-from areal_dta.embedded.tokenizer import (
+from tiny_model.corpus import Fault, Mix, sample_conversation
+from tiny_model.evaluate import SETTINGS, accuracy_table
+from tiny_model.tokenizer import (
     MAX_POSITIONS,
     VOCAB_SIZE,
     save_tokenizer,
     train_tokenizer,
 )
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from areal_dta.embedded.problems import iter_problems
 
 ASSETS = Path(__file__).parents[1] / "areal_dta/embedded/assets/tiny-qwen3"
 

@@ -19,8 +19,9 @@ import torch
 import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor, reference
-from areal_dta.plan import FlopModel
+from areal_dta.executor import ExecutorConfig, TreeExecutor
+from areal_dta.executor import oracle as reference
+from areal_dta.schedule import FlopModel
 from areal_dta.tree import PrefixTree
 
 

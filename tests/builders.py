@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from areal_dta.plan import Reads
+from areal_dta.schedule import Reads
 from areal_dta.tree import PrefixTree
 
 

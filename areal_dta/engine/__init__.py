@@ -1,7 +1,7 @@
 """AReaL training engines on the tree executor.
 
 Importing this package is light: the engine classes load AReaL when first used, so
-that ``areal_dta.engine.checks`` can run at start-up, before anything heavy.
+that ``areal_dta.engine.model_checks`` can run at start-up, before anything heavy.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from areal_dta.engine.checks import check_actor_config, check_model_config
+from areal_dta.engine.model_checks import check_actor_config, check_model_config
 from areal_dta.engine.prox_logp import fuses_prox_logp
 
 if TYPE_CHECKING:
     from areal_dta.engine.actor import DTAPPOActor
     from areal_dta.engine.critic import DTAPPOCritic
-    from areal_dta.engine.dense import (
+    from areal_dta.engine.dense_engines import (
         DenseDPOEngine,
         DenseLMEngine,
         DensePPOActor,
@@ -33,11 +33,11 @@ _MODULE_OF = {
     "DTALMEngine": "areal_dta.engine.lm",
     "DTADPOEngine": "areal_dta.engine.preference",
     "DTARWEngine": "areal_dta.engine.preference",
-    "DensePPOActor": "areal_dta.engine.dense",
-    "DensePPOCritic": "areal_dta.engine.dense",
-    "DenseLMEngine": "areal_dta.engine.dense",
-    "DenseDPOEngine": "areal_dta.engine.dense",
-    "DenseRWEngine": "areal_dta.engine.dense",
+    "DensePPOActor": "areal_dta.engine.dense_engines",
+    "DensePPOCritic": "areal_dta.engine.dense_engines",
+    "DenseLMEngine": "areal_dta.engine.dense_engines",
+    "DenseDPOEngine": "areal_dta.engine.dense_engines",
+    "DenseRWEngine": "areal_dta.engine.dense_engines",
 }
 
 __all__ = [

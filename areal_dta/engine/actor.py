@@ -11,10 +11,10 @@ from areal.engine.fsdp_engine import FSDPPPOActor
 
 from areal_dta.engine.algorithm_engine import AlgorithmEngine, Trajectories
 from areal_dta.engine.batch import BatchInput
-from areal_dta.engine.dispatched import DispatchedActor
 from areal_dta.engine.dta_engine import LossFn, LossWeightFn
 from areal_dta.engine.positions import Alignment, ReadRule
 from areal_dta.engine.prox_logp import fuses_prox_logp, with_own_prox_logp
+from areal_dta.engine.row_dispatch import DispatchedActor
 
 
 class DTAPPOActor(DispatchedActor, AlgorithmEngine, FSDPPPOActor):

@@ -10,9 +10,9 @@ from areal.utils.data import tensor_container_to
 from torch import Tensor
 
 from areal_dta.engine.batch import BatchInput
-from areal_dta.engine.checks import check_actor_config
 from areal_dta.engine.dta_engine import DTAEngine, LossFn, LossWeightFn
 from areal_dta.engine.dummy import gather_template, zero_rows
+from areal_dta.engine.model_checks import check_actor_config
 from areal_dta.engine.statistics import LossStatistics
 
 if TYPE_CHECKING:

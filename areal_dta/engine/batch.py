@@ -26,7 +26,7 @@ from areal.utils.data import (
 )
 
 from areal_dta.engine.dummy import template_of, zero_rows
-from areal_dta.engine.session import PeerFailure
+from areal_dta.engine.fsdp_gather_step import PeerFailure
 
 BatchInput = list[dict[str, Any]] | dict[str, Any]
 

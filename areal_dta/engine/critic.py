@@ -10,9 +10,9 @@ from torch import Tensor
 
 from areal_dta.engine.algorithm_engine import AlgorithmEngine, Trajectories
 from areal_dta.engine.batch import BatchInput
-from areal_dta.engine.dispatched import DispatchedCritic
 from areal_dta.engine.dta_engine import LossFn, LossWeightFn
 from areal_dta.engine.positions import Alignment, ReadRule
+from areal_dta.engine.row_dispatch import DispatchedCritic
 
 
 class DTAPPOCritic(DispatchedCritic, AlgorithmEngine, FSDPPPOCritic):

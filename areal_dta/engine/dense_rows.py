@@ -29,7 +29,7 @@ from areal_dta.engine.dummy import (
     template_of,
     zero_rows,
 )
-from areal_dta.engine.shares import Item, widen
+from areal_dta.engine.row_share import Item, widen
 from areal_dta.engine.statistics import LossStatistics
 
 

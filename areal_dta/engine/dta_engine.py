@@ -42,15 +42,15 @@ from areal_dta.engine.batch import (
     load_together,
     pad_to_labels,
 )
-from areal_dta.engine.checks import (
+from areal_dta.engine.flop_model import flop_model
+from areal_dta.engine.loss import MicroBatchLoss
+from areal_dta.engine.model_checks import (
     check_actor_config,
     check_model_config,
     effective_config,
 )
-from areal_dta.engine.flop_model import flop_model
-from areal_dta.engine.loss import MicroBatchLoss
+from areal_dta.engine.oom_retry import TreeRunner, is_auto
 from areal_dta.engine.positions import ReadRule, read_positions
-from areal_dta.engine.runner import TreeRunner, is_auto
 from areal_dta.engine.statistics import (
     LossStatistics,
     TrainingWork,
@@ -58,7 +58,7 @@ from areal_dta.engine.statistics import (
     record_expert_load,
 )
 from areal_dta.executor import ExecutorConfig, TreeExecutor
-from areal_dta.plan import FlopModel
+from areal_dta.schedule import FlopModel
 from areal_dta.tree import PrefixTree
 
 LossFn = Callable[..., Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from areal_dta.plan import FlopModel
+from areal_dta.schedule import FlopModel
 
 
 def flop_model(hf_config: Any, of_values: bool) -> FlopModel:

@@ -10,8 +10,8 @@ from typing import Any
 
 from areal.engine.fsdp_engine import FSDPDPOEngine
 
+from areal_dta.areal_fixes.reward_model import PairRewards
 from areal_dta.engine.algorithm_engine import AlgorithmEngine, Trajectories
-from areal_dta.engine.pair_rewards import PairRewards
 from areal_dta.engine.positions import Alignment, ReadRule
 
 _PAIR = 2

@@ -5,7 +5,7 @@ from areal_dta.executor.model_support import (
     UnsupportedModelError,
     check_model_supported,
 )
-from areal_dta.executor.reference import SequenceLoss, SequenceOutput, ValueOutput
+from areal_dta.executor.oracle import SequenceLoss, SequenceOutput, ValueOutput
 from areal_dta.executor.traversal import GroupLoss
 from areal_dta.executor.tree_executor import Positions, TreeExecutor
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from areal_dta.executor.backends import Mask, Scoring, select_backend
+from areal_dta.executor.kernels import Mask, Scoring, select_backend
+from areal_dta.executor.kv_cache import PathCache
 from areal_dta.executor.model_support import UnsupportedModelError, check_attention_call
 from areal_dta.executor.path_attention import AttentionPlan, path_attention
-from areal_dta.executor.path_cache import PathCache
 
 ATTENTION_NAME = "areal_dta"
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_dta.executor.attention import BlockAttention, active_block
-from areal_dta.executor.backends import Mask
-from areal_dta.executor.layout import BlockLayout, TreeTensors, lay_out
+from areal_dta.executor.block_layout import BlockLayout, TreeTensors, lay_out
+from areal_dta.executor.kernels import Mask
+from areal_dta.executor.kv_cache import PathCache
 from areal_dta.executor.outputs import OutputHead
-from areal_dta.executor.path_cache import PathCache
 from areal_dta.executor.router_load import RouterLoad
-from areal_dta.plan import cut_tree
+from areal_dta.schedule import cut_tree
 from areal_dta.tree import PrefixTree
 
 

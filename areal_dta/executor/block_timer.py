@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from areal_dta.plan import (
+from areal_dta.schedule import (
     BlockSample,
     Schedule,
     Step,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal_dta.plan import DEFAULT_BLOCK_TOKENS, Schedule
+from areal_dta.schedule import DEFAULT_BLOCK_TOKENS, Schedule
 from areal_dta.tree import PrefixTree
 
 

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from areal_dta.executor.backends import accumulation_dtype
+from areal_dta.executor.block_layout import BlockLayout, TreeTensors
 from areal_dta.executor.config import ExecutorConfig
-from areal_dta.executor.head_capture import HeadCapture
-from areal_dta.executor.layout import BlockLayout, TreeTensors
-from areal_dta.executor.token_head import (
+from areal_dta.executor.fused_logprobs import (
     Labels,
     fused_token_logprobs,
     token_logprobs,
 )
+from areal_dta.executor.head_capture import HeadCapture
+from areal_dta.executor.kernels import accumulation_dtype
 
 ModelCall = Callable[..., Tensor]
 """Runs the block with further keyword arguments; returns its logits [1, ...]."""

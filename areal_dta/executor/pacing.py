@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from areal_dta.plan import Schedule
+from areal_dta.schedule import Schedule
 
 IdleCall = Callable[[], Sequence[Tensor]]
 """Runs the model on one token that belongs to nothing; returns outputs with a graph."""

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from areal_dta.executor.backends import (
+from areal_dta.executor.kernels import (
     AttentionBackend,
     Mask,
     Scoring,
     merge,
 )
-from areal_dta.executor.path_cache import LayerPath
+from areal_dta.executor.kv_cache import LayerPath
 
 Term = tuple[Tensor, Tensor, Mask]
 """Keys and values [1, K, T, H], and who sees them."""

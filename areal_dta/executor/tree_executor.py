@@ -30,11 +30,11 @@ from areal_dta.executor.block import idle_outputs
 from areal_dta.executor.block_timer import BlockTimer
 from areal_dta.executor.config import ExecutionStats, ExecutorConfig
 from areal_dta.executor.model_support import check_model_supported
+from areal_dta.executor.oracle import SequenceOutput, ValueOutput
 from areal_dta.executor.outputs import make_head
 from areal_dta.executor.pacing import FreePace, Pace
-from areal_dta.executor.reference import SequenceOutput, ValueOutput
 from areal_dta.executor.traversal import GroupLoss, Traversal, as_scalar
-from areal_dta.plan import BlockSample, Reads, Schedule, StepKind, build_schedule
+from areal_dta.schedule import BlockSample, Reads, Schedule, StepKind, build_schedule
 from areal_dta.tree import PrefixTree
 
 Positions = Sequence[np.ndarray]

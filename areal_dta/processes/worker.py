@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     from areal.infra.rpc import rpc_server
 
-    from areal_dta.processes.loopback import LOOPBACK, use_loopback
+    from areal_dta.areal_fixes.loopback import LOOPBACK, use_loopback
 
     use_loopback()
     sys.argv[1:1] = ["--host", LOOPBACK]

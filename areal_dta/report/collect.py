@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from areal_dta.report.batch import BatchShape
-from areal_dta.report.metrics import StepMetrics
+from areal_dta.report.batch_sharing import BatchShape
+from areal_dta.report.step_metrics import StepMetrics
 
 # The keys under which AReaL's trainers and engines export what we show. Of several, the
 # one that the algorithm at hand exports.

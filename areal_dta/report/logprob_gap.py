@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from areal_dta.rollout.fetch import fetch
+from areal_dta.collector.remote_tensors import fetch
 
 _KEYS = ("attention_mask", "logprobs", "versions", "loss_mask", "own")
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_dta.report.metrics import StepMetrics
+from areal_dta.report.step_metrics import StepMetrics
 
 WINDOW_STEPS = 5
 

@@ -4,7 +4,7 @@ A bare name is looked up in the working directory, then among the project's own
 configurations; the project's groups (``hardware``, ``model``, ...) are available to
 either. Overrides follow Hydra's grammar. ``key=value`` may name any key of the schema,
 also one that the YAML leaves at its default: the schema, not the YAML, decides later
-whether the key exists (see `areal_dta.config.to_structured`).
+whether the key exists (see `areal_dta.config.schema.to_structured`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from areal_dta.composed import Composed
-from areal_dta.errors import ConfigError, did_you_mean, one_line
+from areal_dta.config.composed import Composed
+from areal_dta.config.errors import ConfigError, did_you_mean, one_line
 
 MAX_WORKER_THREADS = 4  # more do not help models that fit on a CPU
 

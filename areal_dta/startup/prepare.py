@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_dta.composed import Composed
-from areal_dta.errors import ConfigError, one_line
+from areal_dta.config.composed import Composed
+from areal_dta.config.errors import ConfigError, one_line
 from areal_dta.startup.compose import compose, find_config, run_dir
 from areal_dta.startup.hardware import detect_hardware
 
 if TYPE_CHECKING:
-    from areal_dta.config import DTAConfig
+    from areal_dta.config.schema import DTAConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def prepare(config_name: str, overrides: Sequence[str]) -> Job:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also where there is a GPU
 
-    from areal_dta.config import to_structured
-    from areal_dta.startup.preflight import check_config, num_steps
+    from areal_dta.config.schema import to_structured
+    from areal_dta.startup.checks import check_config, num_steps
 
     config = to_structured(composed)
     notes += check_config(config, composed)
@@ -74,7 +74,7 @@ def prepare(config_name: str, overrides: Sequence[str]) -> Job:
 def _load_data(config: DTAConfig) -> tuple[Any, Any, Any]:
     from areal.utils.hf_utils import load_hf_tokenizer
 
-    from areal_dta.startup.preflight import load_object
+    from areal_dta.startup.checks import load_object
 
     load = load_object(config.dataset_fn, "dataset_fn")
     tokenizer = load_hf_tokenizer(config.tokenizer_path or config.actor.path)

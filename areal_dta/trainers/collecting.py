@@ -13,15 +13,18 @@ from areal.infra.data_service.rdataset import RDataset
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils import logging, stats_tracker
 
+from areal_dta.areal_fixes.checkpoint_slots import (
+    SlotRecoverHandler,
+    slots_for_recovery,
+)
+from areal_dta.collector.collector import Collector
+from areal_dta.collector.dispatch import DispatchController
+from areal_dta.collector.hook import Collection
+from areal_dta.collector.planned_batch import PlannedBatch
+from areal_dta.collector.planner import BatchPlanner
+from areal_dta.collector.prompt_loader import PromptLoader
 from areal_dta.engine.flop_model import flop_model
-from areal_dta.plan import DEFAULT_BLOCK_TOKENS
-from areal_dta.rollout.batch import PlannedBatch
-from areal_dta.rollout.collector.collector import Collector
-from areal_dta.rollout.collector.hook import Collection
-from areal_dta.rollout.dispatch import DispatchController
-from areal_dta.rollout.planner import BatchPlanner
-from areal_dta.rollout.prompts import PromptLoader
-from areal_dta.trainers.recovery import SlotRecoverHandler, slots_for_recovery
+from areal_dta.schedule import DEFAULT_BLOCK_TOKENS
 
 logger = logging.getLogger("CollectingTrainer")
 

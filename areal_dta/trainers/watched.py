@@ -17,13 +17,14 @@ from areal.utils import logging, name_resolve, names, perf_tracer, stats_tracker
 from areal.utils.environ import is_single_controller
 from areal.utils.saver import Saver
 
-from areal_dta.config import (
+from areal_dta.areal_fixes.loopback import LOOPBACK_ENV, use_loopback
+from areal_dta.config.schema import (
     DTAConfig,
     DTAGRPOConfig,
     rollout_backend,
     train_sections,
 )
-from areal_dta.config import translate_backends as translate
+from areal_dta.config.schema import translate_backends as translate
 from areal_dta.engine.choice import engine_class
 from areal_dta.processes.liveness import (
     LivenessMonitor,
@@ -32,12 +33,11 @@ from areal_dta.processes.liveness import (
     port_probe,
     process_probe,
 )
-from areal_dta.processes.loopback import LOOPBACK_ENV, use_loopback
 from areal_dta.processes.ray_cluster import start_ray
 from areal_dta.processes.scheduler import BoundedLocalScheduler
-from areal_dta.report.batch import BatchMeter, BatchShape
+from areal_dta.report.batch_sharing import BatchMeter, BatchShape
 from areal_dta.report.collect import step_metrics
-from areal_dta.report.metrics import StepMetrics
+from areal_dta.report.step_metrics import StepMetrics
 
 if TYPE_CHECKING:
     from areal.api import Scheduler

@@ -8,7 +8,7 @@ from typing import Any
 
 import requests
 
-from areal_dta.config import DTAGRPOConfig
+from areal_dta.config.schema import DTAGRPOConfig
 from recipes.tau2.domains import INSTALL_HINT, find_domain
 from recipes.tau2.options import Tau2Options, UserOptions
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from areal_dta.areal_fixes.loopback import LOOPBACK_ENV
 from areal_dta.executor import ExecutorConfig, TreeExecutor
-from areal_dta.processes.loopback import LOOPBACK_ENV
 from bench.models import build_model
 from bench.work import Work
 from bench.workloads import Workload

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor
-from areal_dta.plan import FlopModel, Reads
+from areal_dta.schedule import FlopModel, Reads
 from bench.work import Work
 
 _ENTROPY_ROWS = 1024

@@ -23,15 +23,15 @@ import torch
 import torch.distributed as dist
 from areal.api.cli_args import MicroBatchSpec, NormConfig, PPOCriticConfig
 
+from areal_dta.collector.dispatch import DTAActorController, DTACriticController
+from areal_dta.config.engine_options import DTAOptions
+from areal_dta.config.engine_sections import DTAPPOActorConfig
 from areal_dta.engine import (
     DensePPOActor,
     DensePPOCritic,
     DTAPPOActor,
     DTAPPOCritic,
 )
-from areal_dta.engine.options import DTAOptions
-from areal_dta.engine_config import DTAPPOActorConfig
-from areal_dta.rollout.dispatch import DTAActorController, DTACriticController
 from tests.engine.builders import (
     VOCAB_SIZE,
     actor_config,
@@ -157,7 +157,7 @@ def actor_step(actor: Any, items: list[dict], engine: Any = None) -> dict:
 
 
 def critic_step(critic: Any, items: list[dict], engine: Any = None) -> dict:
-    from areal_dta.engine.shares import join_pieces
+    from areal_dta.engine.row_share import join_pieces
 
     engine = engine or critic.engine
     items = [dict(item) for item in items]

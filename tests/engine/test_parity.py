@@ -12,9 +12,9 @@ from areal.api.cli_args import (
 from areal.engine.fsdp_engine import FSDPPPOActor
 from areal.utils import stats_tracker
 
+from areal_dta.config.engine_options import DTAOptions
+from areal_dta.config.engine_sections import DTAPPOActorConfig
 from areal_dta.engine import DensePPOActor, DTAPPOActor
-from areal_dta.engine.options import DTAOptions
-from areal_dta.engine_config import DTAPPOActorConfig
 from tests.engine.builders import (
     actor_config,
     build_engine,

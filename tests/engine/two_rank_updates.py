@@ -15,6 +15,8 @@ from areal.api.cli_args import (
     TrainEngineConfig,
 )
 
+from areal_dta.config.engine_options import DTAOptions
+from areal_dta.config.engine_sections import DTAPPOActorConfig
 from areal_dta.engine import (
     DTADPOEngine,
     DTALMEngine,
@@ -22,8 +24,6 @@ from areal_dta.engine import (
     DTAPPOCritic,
     DTARWEngine,
 )
-from areal_dta.engine.options import DTAOptions
-from areal_dta.engine_config import DTAPPOActorConfig
 from tests.engine.builders import (
     actor_config,
     build_engine,

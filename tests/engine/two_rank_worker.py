@@ -24,7 +24,7 @@ from areal.engine.fsdp_engine import FSDPPPOActor
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from areal_dta.engine.session import PeerFailure, training_pass
+from areal_dta.engine.fsdp_gather_step import PeerFailure, training_pass
 from areal_dta.executor.block import BlockRunner
 from tests.engine.builders import (
     actor_config,

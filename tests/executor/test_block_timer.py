@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor
-from areal_dta.plan import FORWARD, TRAINING, schedule_features
+from areal_dta.schedule import FORWARD, TRAINING, schedule_features
 from areal_dta.tree import PrefixTree
 from tests.builders import random_batch
 from tests.models import VOCAB_SIZE, tiny_model

@@ -5,7 +5,8 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor, reference
+from areal_dta.executor import ExecutorConfig, TreeExecutor
+from areal_dta.executor import oracle as reference
 from areal_dta.tree import PrefixTree
 from tests.builders import random_batch
 from tests.models import VOCAB_SIZE, relative_error, tiny_model

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor, reference
+from areal_dta.executor import ExecutorConfig, TreeExecutor
+from areal_dta.executor import oracle as reference
 from areal_dta.tree import PrefixTree
 from tests.builders import random_batch
 from tests.models import (

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor
-from areal_dta.plan import build_schedule
+from areal_dta.schedule import build_schedule
 from areal_dta.tree import PrefixTree
 from tests.models import VOCAB_SIZE, tiny_model
 

@@ -52,7 +52,7 @@ def test_executor_tests_pass_with_the_newest_transformers(tmp_path):
     assert tuple(map(int, version[0].split(".")[:2])) >= (5, 4), version
     assert version[1] == "None", "AReaL is installed: not the environment meant"
 
-    tests = ["tests/tree", "tests/plan", "tests/executor"]
+    tests = ["tests/tree", "tests/schedule", "tests/balance", "tests/executor"]
     done = subprocess.run(
         [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
         cwd=ROOT,

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor, reference
-from areal_dta.executor.path_cache import PathCache, TrunkCache
+from areal_dta.executor import ExecutorConfig, TreeExecutor
+from areal_dta.executor import oracle as reference
+from areal_dta.executor.kv_cache import PathCache, TrunkCache
 from areal_dta.tree import PrefixTree
 from tests.builders import random_batch
 from tests.models import VOCAB_SIZE, relative_error, tiny_model

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor, reference
+from areal_dta.executor import ExecutorConfig, TreeExecutor
+from areal_dta.executor import oracle as reference
 from areal_dta.tree import PrefixTree
 from tests.builders import batches, random_batch
 from tests.models import (

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor
-from areal_dta.plan import Reads
+from areal_dta.schedule import Reads
 from areal_dta.tree import PrefixTree
 from tests.builders import random_batch
 from tests.models import VOCAB_SIZE, gradients, tiny_model

@@ -3,10 +3,10 @@
 import torch
 from areal.api.cli_args import AgentConfig
 
-from areal_dta.config import to_structured
+from areal_dta.config.schema import to_structured
 from areal_dta.report.logprob_gap import logprob_gap
 from areal_dta.startup.compose import compose, find_config
-from areal_dta.trainer import _with_secret_key
+from areal_dta.trainers.ppo import _with_secret_key
 
 
 def test_the_proxy_gets_a_key_that_nobody_knows():

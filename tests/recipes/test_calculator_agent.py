@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_dta.report.metrics import read_metrics
+from areal_dta.report.step_metrics import read_metrics
 from recipes.chat import ChatClient, ChatOptions
 from recipes.gsm8k_calculator.agent import solve
 from tests.recipes.stub_server import StubServer

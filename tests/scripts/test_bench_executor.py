@@ -13,7 +13,7 @@ from bench.models import build_model
 from bench.table import WorkloadReport, workload_section
 from bench.variants import VARIANTS, PerSequence, RunCounts, make_variant
 
-from areal_dta.plan import FlopModel, Reads
+from areal_dta.schedule import FlopModel, Reads
 from tests.scripts.works import CPU, hand_made, work_of
 
 COLUMNS = [

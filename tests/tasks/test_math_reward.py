@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_model.corpus import Fault, plain_answer
 
 from areal_dta.embedded import generate_problems
-from areal_dta.embedded.corpus import Fault, plain_answer
 from areal_dta.tasks.math_reward import math_reward_fn, parse_final_answer
 
 ROOT = Path(__file__).parents[2]

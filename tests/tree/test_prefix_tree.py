@@ -115,7 +115,7 @@ def test_deep_chain_of_prefixes_needs_no_recursion():
 
 def test_import_needs_neither_torch_nor_areal():
     code = (
-        "import sys, areal_dta.tree, areal_dta.plan; "
+        "import sys, areal_dta.tree, areal_dta.schedule, areal_dta.balance; "
         "print([m for m in ('torch', 'areal', 'transformers') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,0 +1,1 @@
+"""Repairs of AReaL, FSDP2, Ray and litellm: one module per repair."""

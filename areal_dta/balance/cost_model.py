@@ -1,0 +1,317 @@
+"""Predicted seconds of blocks, learned from measured ones.
+
+Method: seconds = c · features with c >= 0, one c for blocks with a graph and one for
+those without. It starts from analytic FLOPs. Measured blocks of a window are fitted by
+non-negative least squares on relative errors, with three additions:
+  * each coefficient is drawn to its FLOPs value, brought to the measured speed, as
+    hard as a few blocks would: what the blocks do not tell apart keeps its ratio;
+  * blocks far off (a hiccup of the machine) lose weight: reweighted least squares
+    with Cauchy's weights;
+  * the speed may change with time: runs of blocks at another level than the newest
+    are brought to it, so old blocks go on telling the shape of the cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_dta.schedule.block_features import (
+    FORWARD,
+    KINDS,
+    NUM_FEATURES,
+    TRAINING,
+    BlockFeatures,
+    BlockSample,
+    schedule_features,
+)
+from areal_dta.schedule.flops import FlopModel
+from areal_dta.schedule.schedule import Schedule
+from areal_dta.tree import PrefixTree
+
+__all__ = ["BlockFeatures", "BlockSample", "Coefficients", "CostModel"]
+
+FloatArray = NDArray[np.float64]
+
+DEFAULT_WINDOW = 1000
+NOMINAL_FLOPS_PER_SECOND = 1e11
+"""Of no machine in particular: only ratios matter until blocks are measured."""
+_OVERHEAD_TOKENS = 16  # a call costs about as much as this many tokens, to start from
+_LOSS_SHARE = 1e-3  # of a token's cost, for evaluating its loss
+
+_PRIOR_WEIGHT = 0.02  # squared relative errors that a prior off by 100 % counts as
+_RUN_SAMPLES = 32  # blocks whose median level says how fast the machine is
+_LEVEL_DEAD_ZONE = 0.1  # log units: smaller differences are composition, not speed
+_HALF_LIFE = 500  # samples after which a block counts half
+_ROUNDS = 6
+_LEAST_SPREAD = 0.03  # log units: no block is an outlier for being off by less
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """Seconds per count, in the order of BlockFeatures."""
+
+    per_block: float
+    per_grad_token: float
+    per_no_grad_token: float
+    per_pair: float
+    per_row: float
+    per_loss_token: float
+
+    def as_array(self) -> FloatArray:
+        return np.array(
+            [
+                self.per_block,
+                self.per_grad_token,
+                self.per_no_grad_token,
+                self.per_pair,
+                self.per_row,
+                self.per_loss_token,
+            ]
+        )
+
+    def seconds(self, features: BlockFeatures) -> float:
+        return float(self.as_array() @ np.array(features.as_tuple()))
+
+
+class CostModel:
+    """Prices blocks, schedules and (see ``pricing``) ranges of sequences.
+
+    Not thread-safe. Fits lazily, when a price is asked for after new samples: some
+    milliseconds.
+    """
+
+    def __init__(
+        self, prior: Mapping[str, Coefficients], window: int = DEFAULT_WINDOW
+    ) -> None:
+        """``prior`` holds the coefficients to start from, for each of KINDS.
+
+        Raises:
+            ValueError: a kind is missing, a coefficient negative, or no window.
+        """
+        missing = set(KINDS) - set(prior)
+        if missing:
+            raise ValueError(f"prior lacks {sorted(missing)}; expected {list(KINDS)}")
+        for kind in KINDS:
+            values = prior[kind].as_array()
+            if not (np.isfinite(values).all() and (values >= 0).all()):
+                raise ValueError(f"prior[{kind!r}]={prior[kind]}; expected all >= 0")
+        if window < 1:
+            raise ValueError(f"window={window}; expected at least 1 block")
+        self.window = window
+        self._fits = {kind: _Fit(prior[kind], window) for kind in KINDS}
+        self.num_rejected = 0
+        """Samples that were not finite or not positive."""
+
+    @classmethod
+    def from_flops(
+        cls,
+        flops: FlopModel,
+        flops_per_second: float = NOMINAL_FLOPS_PER_SECOND,
+        window: int = DEFAULT_WINDOW,
+    ) -> CostModel:
+        """Start from analytic FLOPs; a backward costs two forwards."""
+        prior = {}
+        for kind, factor in ((TRAINING, 3.0), (FORWARD, 1.0)):
+            scale = factor / flops_per_second
+            token = flops.per_token * scale
+            prior[kind] = Coefficients(
+                per_block=_OVERHEAD_TOKENS * token,
+                per_grad_token=token,
+                per_no_grad_token=flops.per_token / flops_per_second,
+                per_pair=flops.per_pair * scale,
+                per_row=flops.per_logit_row * scale,
+                per_loss_token=_LOSS_SHARE * token * (kind == TRAINING),
+            )
+        return cls(prior, window)
+
+    def observe(
+        self, samples: Iterable[BlockSample] | NDArray[np.floating[Any]]
+    ) -> None:
+        """Take in measured blocks, in the order in which they ran.
+
+        Args:
+            samples: of one trainer or of several in turn; or their ``as_row``s in an
+                array [n, 8]. Those of one call count as equally old. Of more than the
+                window, evenly spaced ones are kept.
+        """
+        if isinstance(samples, np.ndarray):
+            rows = np.asarray(samples, np.float64).reshape(-1, NUM_FEATURES + 2)
+        else:
+            rows = np.array([s.as_row() for s in samples], np.float64)
+            rows = rows.reshape(-1, NUM_FEATURES + 2)
+        good = np.isfinite(rows).all(1) & (rows >= 0).all(1)
+        good &= (rows[:, NUM_FEATURES] > 0) & (rows[:, :NUM_FEATURES].sum(1) > 0)
+        good &= rows[:, -1] < len(KINDS)
+        self.num_rejected += int((~good).sum())
+        rows = rows[good]
+        for number, kind in enumerate(KINDS):
+            self._fits[kind].add(rows[rows[:, -1] == number, :-1])
+
+    def coefficients(self, kind: str = TRAINING) -> Coefficients:
+        return self._fits[kind].coefficients()
+
+    def num_samples(self, kind: str = TRAINING) -> int:
+        """Measured blocks in the window."""
+        return len(self._fits[kind].rows)
+
+    def seconds(self, features: BlockFeatures, kind: str = TRAINING) -> float:
+        """Of one block, or of several whose counts are added up."""
+        return self.coefficients(kind).seconds(features)
+
+    def schedule_seconds(self, tree: PrefixTree, schedule: Schedule) -> float:
+        """Of a whole pass: each of its blocks by its own counts."""
+        sums = {kind: np.zeros(NUM_FEATURES) for kind in KINDS}
+        for kind, features in schedule_features(tree, schedule):
+            sums[kind] += features.as_tuple()
+        return float(
+            sum(self.coefficients(kind).as_array() @ sums[kind] for kind in KINDS)
+        )
+
+    def median_error(self, samples: Iterable[BlockSample]) -> float:
+        """Median of |predicted - measured| / measured; nan without samples."""
+        errors = [
+            abs(self.seconds(s.features, s.kind) - s.seconds) / s.seconds
+            for s in samples
+        ]
+        return float(np.median(errors)) if errors else float("nan")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, lists and strings: what JSON can hold."""
+        return {
+            "version": 1,
+            "window": self.window,
+            "kinds": {kind: fit.state_dict() for kind, fit in self._fits.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state: prior and window included.
+
+        Raises:
+            ValueError: it is not the state of a cost model; nothing has changed then.
+        """
+        try:
+            if state["version"] != 1:
+                raise ValueError(f"version {state['version']}, expected 1")
+            window = int(state["window"])
+            fits = {
+                kind: _Fit.from_state(state["kinds"][kind], window) for kind in KINDS
+            }
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"not the state of a cost model ({error!r}); expected what state_dict "
+                "returns: delete the file to start from FLOPs"
+            ) from error
+        self.window, self._fits = window, fits
+
+
+class _Fit:
+    """The samples and coefficients of one kind."""
+
+    def __init__(self, prior: Coefficients, window: int) -> None:
+        self.prior, self.window = prior, window
+        self.rows = np.zeros((0, NUM_FEATURES + 1))  # features, seconds
+        self.arrival = np.zeros(0)  # samples seen when the sample's call was over
+        self.num_seen = 0
+        self._fitted: Coefficients | None = None
+
+    def add(self, rows: FloatArray) -> None:
+        if not len(rows):
+            return
+        self.num_seen += len(rows)
+        if len(rows) > self.window:
+            picked = np.linspace(0, len(rows) - 1, self.window).round().astype(int)
+            rows = rows[picked]
+        self.rows = np.concatenate([self.rows, rows])[-self.window :]
+        new = np.full(len(rows), float(self.num_seen))
+        self.arrival = np.concatenate([self.arrival, new])[-self.window :]
+        self._fitted = None
+
+    def coefficients(self) -> Coefficients:
+        if self._fitted is None:
+            self._fitted = Coefficients(*self._fit().tolist())
+        return self._fitted
+
+    def _fit(self) -> FloatArray:
+        # here, since what only runs the executor needs no scipy
+        from scipy.optimize import nnls
+
+        prior = self.prior.as_array()
+        x, y = self.rows[:, :-1], self.rows[:, -1]
+        predicted = x @ prior
+        priced = predicted > 0
+        if not priced.any():
+            return prior
+        x, y, arrival = x[priced], y[priced], self.arrival[priced]
+        run = _runs(arrival)
+        error = np.log(y / predicted[priced])
+        newest = run == 0
+        prior = prior * np.exp(np.median(error[newest]))
+        recency = 0.5 ** ((arrival[-1] - arrival) / _HALF_LIFE)
+        # theta: coefficients in units of the prior, so columns are of one scale
+        theta = np.ones(NUM_FEATURES)
+        error = np.log(y / (x @ prior))
+        for _ in range(_ROUNDS):
+            level = _levels(error, run)
+            centred = error - level
+            centred -= np.median(centred)
+            spread = max(_LEAST_SPREAD, 1.4826 * float(np.median(np.abs(centred))))
+            weight = recency / (1 + (centred / (2 * spread)) ** 2)
+            target = y / np.exp(level)  # at the speed of the newest run
+            root = np.sqrt(weight)
+            a = np.concatenate(
+                [
+                    root[:, None] * (x * prior) / target[:, None],
+                    np.sqrt(_PRIOR_WEIGHT) * np.eye(NUM_FEATURES),
+                ]
+            )
+            b = np.concatenate([root, np.full(NUM_FEATURES, np.sqrt(_PRIOR_WEIGHT))])
+            theta, _ = nnls(a, b)
+            error = np.log(y / np.maximum(x @ (prior * theta), 1e-3 * y))
+        return np.asarray(prior * theta, np.float64)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "prior": self.prior.as_array().tolist(),
+            "rows": self.rows.tolist(),
+            "arrival": self.arrival.tolist(),
+            "num_seen": self.num_seen,
+        }
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], window: int) -> _Fit:
+        fit = cls(Coefficients(*map(float, state["prior"])), window)
+        rows = np.array(state["rows"], np.float64).reshape(-1, NUM_FEATURES + 1)
+        arrival = np.array(state["arrival"], np.float64)
+        if arrival.shape != (len(rows),) or not np.isfinite(rows).all():
+            raise ValueError(f"{len(rows)} rows, {arrival.shape} arrivals")
+        fit.rows, fit.arrival = rows, arrival
+        fit.num_seen = int(state["num_seen"])
+        return fit
+
+
+def _runs(arrival: FloatArray) -> NDArray[np.int64]:
+    """Runs of at least _RUN_SAMPLES blocks that are alike in age, 0 the newest.
+
+    Blocks of one call stay in one run: they ran side by side.
+    """
+    run = np.zeros(len(arrival), np.int64)
+    number, size = 0, 0
+    for i in range(len(arrival) - 1, -1, -1):
+        if size >= _RUN_SAMPLES and arrival[i] != arrival[i + 1]:
+            number, size = number + 1, 0
+        run[i] = number
+        size += 1
+    return run
+
+
+def _levels(error: FloatArray, run: NDArray[np.int64]) -> FloatArray:
+    """Per block, by how much its run is slower (log) than the newest run."""
+    medians = np.array([np.median(error[run == r]) for r in range(run[0] + 1)])
+    difference = medians - medians[0]
+    difference[np.abs(difference) <= _LEVEL_DEAD_ZONE] = 0.0
+    return np.asarray(difference[run], np.float64)

@@ -1,0 +1,151 @@
+"""What a range or a subset of sequences will cost, without building its tree.
+
+Tree tokens and attended pairs are exact. Approximated: blocks, as tokens over
+``block_tokens``; what is recomputed, as the tokens of a sequence that are its own and
+further than ``retain_tokens`` above its end; rows, as the sum over the sequences
+(equal sequences read the same rows).
+"""
+
+# N = sequences, in depth-first order
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_dta.balance.cost_model import CostModel
+from areal_dta.schedule.block_features import FORWARD, TRAINING
+from areal_dta.schedule.schedule import DEFAULT_BLOCK_TOKENS
+from areal_dta.tree.leaf_order import IntArray, LeafOrder
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pricing:
+    """Seconds as a sum over the sequences of a rank, given its left neighbour there."""
+
+    per_token: float
+    """Of the tree, its share of a block's overhead included."""
+    per_pair: float
+    per_row: float
+    per_loss_token: float
+    """Tokens of the sequences, shared ones counted for each."""
+    per_recomputed_token: float
+    per_recomputed_pair: float
+    retain_tokens: int | None
+
+    @classmethod
+    def of(
+        cls,
+        cost: CostModel,
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        retain_tokens: int | None = None,
+        training: bool = True,
+    ) -> Pricing:
+        """With the budgets that the executor will run with.
+
+        Raises:
+            ValueError: a budget is out of range.
+        """
+        if block_tokens < 1:
+            raise ValueError(f"block_tokens={block_tokens}; expected at least 1")
+        if retain_tokens is not None and retain_tokens < 0:
+            raise ValueError(
+                f"retain_tokens={retain_tokens}; expected None (retain all) or >= 0"
+            )
+        c, again = cost.coefficients(TRAINING), cost.coefficients(FORWARD)
+        if not training:
+            c = again
+        token = c.per_grad_token if training else c.per_no_grad_token
+        return cls(
+            per_token=token + c.per_block / block_tokens,
+            per_pair=c.per_pair,
+            per_row=c.per_row,
+            per_loss_token=c.per_loss_token * training,
+            per_recomputed_token=again.per_no_grad_token
+            + again.per_block / block_tokens,
+            per_recomputed_pair=again.per_pair,
+            # one block's graph is always kept, see schedule
+            retain_tokens=None
+            if retain_tokens is None or not training
+            else max(retain_tokens, block_tokens),
+        )
+
+    def branches(self, length_N: IntArray, lcp_N: IntArray) -> FloatArray:
+        """Seconds of the tokens [lcp, length) of each sequence, rows left out."""
+        pairs = _triangle(length_N) - _triangle(lcp_N)
+        seconds = self.per_token * (length_N - lcp_N) + self.per_pair * pairs
+        if self.retain_tokens is not None:
+            kept = np.maximum(lcp_N, length_N - self.retain_tokens)
+            seconds += self.per_recomputed_token * (kept - lcp_N)
+            seconds += self.per_recomputed_pair * (_triangle(kept) - _triangle(lcp_N))
+        return np.asarray(seconds, np.float64)
+
+    def sequences(self, order: LeafOrder, rows_N: IntArray) -> FloatArray:
+        """What each sequence costs whatever its neighbours."""
+        return self.per_row * rows_N + self.per_loss_token * order.length_N
+
+
+class RangePrices:
+    """Prices of contiguous ranges in O(1), from prefix sums."""
+
+    def __init__(self, pricing: Pricing, order: LeafOrder, rows_N: IntArray) -> None:
+        own = pricing.sequences(order, rows_N)
+        after_left = pricing.branches(order.length_N, order.lcp_N)
+        alone = pricing.branches(order.length_N, np.zeros_like(order.lcp_N))
+        self.before = np.concatenate([[0.0], np.cumsum(own + after_left)])
+        """Seconds of the first i sequences, [N + 1]."""
+        self.at_cut = np.concatenate([alone - after_left, [0.0]])
+        """Seconds of the path that is repeated where a range starts, [N + 1]."""
+
+    def __len__(self) -> int:
+        return len(self.before) - 1
+
+    def price(self, start: int, end: int) -> float:
+        """Of the sequences at [start, end)."""
+        if start >= end:
+            return 0.0
+        return float(self.before[end] - self.before[start] + self.at_cut[start])
+
+
+def price_subsets(
+    pricing: Pricing,
+    order: LeafOrder,
+    rows_N: IntArray,
+    rank_N: IntArray,
+    num_ranks: int,
+) -> tuple[FloatArray, IntArray]:
+    """Seconds and tree tokens of each rank, for any assignment of ranks [N]."""
+    positions, ranked = order.grouped(rank_N)
+    seconds = pricing.branches(ranked.length_N, ranked.lcp_N)
+    seconds += pricing.sequences(ranked, rows_N[positions])
+    rank, tokens = rank_N[positions], ranked.length_N - ranked.lcp_N
+    return (
+        np.bincount(rank, seconds, minlength=num_ranks).astype(np.float64),
+        np.bincount(rank, tokens, minlength=num_ranks).astype(np.int64),
+    )
+
+
+def rows_in_order(order: LeafOrder, rows: Sequence[int] | IntArray | None) -> IntArray:
+    """Rows of each sequence, from input order to depth first; by default its length.
+
+    Raises:
+        ValueError: the number of entries differs, or one is negative.
+    """
+    if rows is None:
+        return order.length_N
+    column = np.asarray(rows, np.int64)
+    if column.shape != (len(order),) or (column < 0).any():
+        raise ValueError(
+            f"rows has shape {column.shape}, smallest {column.min(initial=0)}; "
+            f"expected ({len(order)},) numbers >= 0: outputs read of each sequence"
+        )
+    return column[order.sequence_N]
+
+
+def _triangle(n: IntArray) -> IntArray:
+    return n * (n + 1) // 2

@@ -1,0 +1,1 @@
+"""Trajectories gathered into a prefix forest, batches planned, and rows dispatched."""

@@ -1,0 +1,1 @@
+"""Configuration: the schema, the options of engines and server, and its errors."""

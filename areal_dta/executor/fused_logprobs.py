@@ -1,0 +1,210 @@
+"""Log-probabilities and entropy from hidden states, fused with the vocabulary
+projection, a chunk of rows at a time, with their exact backward.
+
+Positions at a fork have one label a child, so logprobs are per *edge* (row, label) and
+entropies per row. Never more than a chunk of logits is held; the softmax is in fp32
+(fp64 for fp64), whatever the compute dtype. The backward projects a chunk again unless
+the one chunk there was has been kept; it turns the logits into their gradient in place.
+"""
+
+# R = rows (positions), E = edges (labels), D = hidden size, V = vocabulary, C = chunk
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_dta.executor.kernels import accumulation_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Labels:
+    """What to read from the rows. Edges are sorted by row."""
+
+    row_E: Tensor
+    label_E: Tensor
+    edges_before_row: tuple[int, ...]
+    """[R + 1]: edges of rows before each row, on the host, to cut chunks."""
+
+    def of_rows(self, rows: slice) -> tuple[slice, Tensor, Tensor]:
+        """Which edges belong to some rows, their rows counted from the first of these,
+        and their labels."""
+        edges = slice(
+            self.edges_before_row[rows.start], self.edges_before_row[rows.stop]
+        )
+        return edges, self.row_E[edges] - rows.start, self.label_E[edges]
+
+
+_CPU_SLAB = 2**19
+
+
+class _FusedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_RD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        labels: Labels,
+        temperature: float,
+        chunk_rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        num_rows, num_edges = hidden_RD.shape[0], len(labels.row_E)
+        acc = accumulation_dtype(hidden_RD.dtype)
+        logprob_E = hidden_RD.new_empty(num_edges, dtype=acc)
+        entropy_R = hidden_RD.new_empty(num_rows, dtype=acc)
+        lse_R = torch.empty_like(entropy_R)
+        ctx.kept = None
+        for chunk in _slices(0, num_rows, chunk_rows):
+            logits_CV = _project(hidden_RD[chunk], weight_VD, bias_V)
+            for rows in _slices(chunk.start, chunk.stop, _slab_rows(logits_CV)):
+                slab = logits_CV[rows.start - chunk.start : rows.stop - chunk.start]
+                logp_CV = _scaled(slab, temperature)
+                lse_R[rows] = logp_CV.logsumexp(-1)
+                logp_CV = logp_CV - lse_R[rows].unsqueeze(-1)
+                edges, row_E, label_E = labels.of_rows(rows)
+                logprob_E[edges] = logp_CV[row_E, label_E]
+                # A logit of -inf has p = 0 and adds nothing.
+                summands_CV = logp_CV.exp().mul_(logp_CV).nan_to_num_(nan=0.0)
+                entropy_R[rows] = -summands_CV.sum(-1)
+            if num_rows <= chunk_rows:
+                ctx.kept = logits_CV
+        ctx.save_for_backward(hidden_RD, weight_VD, bias_V, lse_R, entropy_R)
+        ctx.labels, ctx.temperature, ctx.chunk_rows = labels, temperature, chunk_rows
+        ctx.set_materialize_grads(False)
+        return logprob_E, entropy_R
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        hidden_RD, weight_VD, bias_V, lse_R, entropy_R = ctx.saved_tensors
+        grad_logprob_E, grad_entropy_R = grads
+        labels: Labels = ctx.labels
+        if grad_logprob_E is None:
+            grad_logprob_E = lse_R.new_zeros(len(labels.row_E))
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        grad_hidden_RD = torch.empty_like(hidden_RD)
+        grad_weight = grad_bias = None
+        for chunk in _slices(0, hidden_RD.shape[0], ctx.chunk_rows):
+            hidden_CD = hidden_RD[chunk]
+            logits_CV, ctx.kept = ctx.kept, None  # spent: it becomes the gradient
+            if logits_CV is None:
+                logits_CV = _project(hidden_CD, weight_VD, bias_V)
+            for rows in _slices(chunk.start, chunk.stop, _slab_rows(logits_CV)):
+                slab = logits_CV[rows.start - chunk.start : rows.stop - chunk.start]
+                edges, row_E, label_E = labels.of_rows(rows)
+                grad_CV = _softmax_gradient(
+                    _scaled(slab, ctx.temperature),
+                    lse_R[rows],
+                    grad_logprob_E[edges],
+                    row_E,
+                    label_E,
+                    None if grad_entropy_R is None else grad_entropy_R[rows],
+                    entropy_R[rows],
+                )
+                slab.copy_(
+                    grad_CV / ctx.temperature if ctx.temperature != 1 else grad_CV
+                )
+            # Sums over chunks in fp32: bf16 would lose the small ones.
+            if needs_bias:
+                grad_bias = _add(grad_bias, logits_CV.sum(0), hidden_RD.dtype)
+            grad_hidden_RD[chunk] = logits_CV @ weight_VD
+            if needs_weight:
+                grad_weight = _add(
+                    grad_weight, logits_CV.t() @ hidden_CD, hidden_RD.dtype
+                )
+        return (
+            grad_hidden_RD,
+            None if grad_weight is None else grad_weight.to(weight_VD.dtype),
+            None if grad_bias is None else grad_bias.to(weight_VD.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+def _softmax_gradient(
+    logits_CV: Tensor,
+    lse_C: Tensor,
+    grad_logprob_E: Tensor,
+    row_E: Tensor,
+    label_E: Tensor,
+    grad_entropy_C: Tensor | None,
+    entropy_C: Tensor,
+) -> Tensor:
+    """d/dz: onehot - p for a logprob, -p (log p + H) for an entropy."""
+    factor_C = torch.zeros_like(lse_C).index_add_(0, row_E, grad_logprob_E)
+    logp_CV = logits_CV - lse_C.unsqueeze(-1)
+    if grad_entropy_C is None:
+        grad_CV = logp_CV.exp_().mul_(-factor_C.unsqueeze(-1))
+    else:
+        probs_CV = logp_CV.exp()
+        inner_CV = logp_CV.add_(entropy_C.unsqueeze(-1))
+        inner_CV = inner_CV.mul_(grad_entropy_C.unsqueeze(-1))
+        inner_CV = inner_CV.nan_to_num_(nan=0.0, neginf=0.0, posinf=0.0)
+        inner_CV = inner_CV.add_(factor_C.unsqueeze(-1))
+        grad_CV = probs_CV.mul_(inner_CV).neg_()
+    return grad_CV.index_put_((row_E, label_E), grad_logprob_E, accumulate=True)
+
+
+def _scaled(logits_CV: Tensor, temperature: float) -> Tensor:
+    scaled_CV = logits_CV.to(accumulation_dtype(logits_CV.dtype))
+    return scaled_CV if temperature == 1.0 else scaled_CV / temperature
+
+
+def _add(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
+    part = part.to(accumulation_dtype(dtype))
+    return part if total is None else total.add_(part)
+
+
+def _slices(start: int, end: int, size: int) -> Iterator[slice]:
+    for at in range(start, end, size):
+        yield slice(at, min(at + size, end))
+
+
+def slab_elements(device: torch.device, chunk_elements: int) -> int:
+    """Logits whose softmax is taken at once: a whole chunk on a GPU, what fits in cache
+    on a CPU, where passes over fresh memory cost more than the arithmetic."""
+    return min(_CPU_SLAB, chunk_elements) if device.type == "cpu" else chunk_elements
+
+
+def _slab_rows(logits_CV: Tensor) -> int:
+    slab = slab_elements(logits_CV.device, logits_CV.numel())
+    return max(1, slab // logits_CV.shape[1])
+
+
+def _project(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(hidden_CD, weight_VD, bias_V)
+
+
+def fused_token_logprobs(
+    hidden_RD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    labels: Labels,
+    temperature: float,
+    chunk_elements: int,
+) -> tuple[Tensor, Tensor]:
+    """Log-probability of each edge [E] and entropy of each row [R] under
+    ``softmax((hidden @ weight.T + bias) / temperature)``.
+
+    fp32 at least, fp64 for fp64; differentiable in hidden, weight and bias. Holds at
+    most ``chunk_elements`` logits at a time (or those of one row).
+    """
+    chunk_rows = max(1, chunk_elements // weight_VD.shape[0])
+    return _FusedHead.apply(
+        hidden_RD, weight_VD, bias_V, labels, temperature, chunk_rows
+    )
+
+
+def token_logprobs(
+    logits_RV: Tensor, labels: Labels, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """The same from logits, for models that do more than project (plain autograd)."""
+    acc = accumulation_dtype(logits_RV.dtype)
+    logp_RV = (logits_RV.to(acc) / temperature).log_softmax(-1)
+    entropy_R = -torch.special.xlogy(logp_RV.exp(), logp_RV.exp()).sum(-1)
+    return logp_RV[labels.row_E, labels.label_E], entropy_R

@@ -1,0 +1,171 @@
+"""PyTorch's flash attention for CPU.
+
+The kernel computes what a mask hides, and most of what ``is_causal`` hides, so a block
+is covered by tiles of neighbouring queries with the keys that they see. A tile's query
+heads are folded into the query length: grouped heads cost no copies of keys.
+"""
+
+# S = queries, T = keys, N = query heads, K = key/value heads, G = N / K, H = head dim
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from areal_dta.executor.block_shape import Range, Tile
+from areal_dta.executor.kernels.base import (
+    Gradients,
+    Mask,
+    Scoring,
+    accumulation_dtype,
+)
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class FlashCpuBackend:
+    """Exact in fp64 too, so parity tests run on it."""
+
+    name = "flash_cpu"
+    joins_chains = False
+
+    def supports(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> bool:
+        same_width = q.shape[-1] == k.shape[-1] == v.shape[-1]
+        return q.device.type == "cpu" and same_width and scoring.softcap is None
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scoring: Scoring
+    ) -> tuple[Tensor, Tensor]:
+        if mask.shape is None:
+            bias = _matrix_bias(mask, q, k.shape[1])
+            return _attend(q, k, v, bias, scoring.scale)
+        _, num_heads, num_queries, width = q.shape
+        # heads innermost but one, as the model reads it: no copy afterwards
+        out = q.new_empty(1, num_queries, num_heads, width).transpose(1, 2)
+        lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
+        for index, tile in enumerate(mask.shape.tiles):
+            rows = slice(*tile.queries)
+            bias = _tile_bias(mask, index, tile, q, k.shape[1])
+            part, lse[:, :, rows] = _attend(
+                q[:, :, rows],
+                _gather(k, tile.keys),
+                _gather(v, tile.keys),
+                bias,
+                scoring.scale,
+            )
+            out[:, :, rows] = part
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: Mask,
+        scoring: Scoring,
+    ) -> Gradients:
+        if mask.shape is None:
+            bias = _matrix_bias(mask, q, k.shape[1])
+            return _attend_back(grad_out, q, k, v, out, lse, bias, scoring.scale)
+        acc = accumulation_dtype(q.dtype)
+        grad_q = torch.empty_like(q)
+        grad_k, grad_v = torch.zeros_like(k, dtype=acc), torch.zeros_like(v, dtype=acc)
+        for index, tile in enumerate(mask.shape.tiles):
+            rows = slice(*tile.queries)
+            grads = _attend_back(
+                grad_out[:, :, rows],
+                q[:, :, rows],
+                _gather(k, tile.keys),
+                _gather(v, tile.keys),
+                out[:, :, rows],
+                lse[:, :, rows],
+                _tile_bias(mask, index, tile, q, k.shape[1]),
+                scoring.scale,
+            )
+            grad_q[:, :, rows] = grads[0]
+            _scatter_add(grad_k, tile.keys, grads[1])
+            _scatter_add(grad_v, tile.keys, grads[2])
+        return grad_q, grad_k, grad_v
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse = _forward(_folded(q, k), k, v, 0.0, False, attn_mask=bias, scale=scale)
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])
+
+
+def _attend_back(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias: Tensor | None,
+    scale: float,
+) -> Gradients:
+    folded = _folded(q, k)
+    grad_q, grad_k, grad_v = _backward(
+        grad_out.reshape(folded.shape),
+        folded,
+        k,
+        v,
+        out.reshape(folded.shape),
+        lse.reshape(folded.shape[:3]),
+        0.0,
+        False,
+        attn_mask=bias,
+        scale=scale,
+    )
+    return grad_q.reshape(q.shape), grad_k, grad_v
+
+
+def _folded(q: Tensor, k: Tensor) -> Tensor:
+    """[1, K, G * S, H]: the queries of all heads that share keys, end to end."""
+    return q.reshape(1, k.shape[1], -1, q.shape[3])
+
+
+def _gather(x: Tensor, ranges: Sequence[Range]) -> Tensor:
+    parts = [x[:, :, start:end] for start, end in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def _scatter_add(total: Tensor, ranges: Sequence[Range], part: Tensor) -> None:
+    at = 0
+    for start, end in ranges:
+        total[:, :, start:end] += part[:, :, at : at + end - start]
+        at += end - start
+
+
+def _tile_bias(
+    mask: Mask, index: int, tile: Tile, q: Tensor, num_kv: int
+) -> Tensor | None:
+    """Additive [1, 1, G * Q, T], made once for all layers alike."""
+    if tile.visible_QT is None:
+        return None
+    group = q.shape[1] // num_kv
+    key = (index, q.dtype, group)
+    if key not in mask.cache:
+        visible = torch.from_numpy(tile.visible_QT)
+        mask.cache[key] = _bias(visible, q.dtype, group)
+    found = mask.cache[key]
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _matrix_bias(mask: Mask, q: Tensor, num_kv: int) -> Tensor | None:
+    if mask.matrix is None:
+        return None
+    return _bias(mask.matrix, q.dtype, q.shape[1] // num_kv)
+
+
+def _bias(visible: Tensor, dtype: torch.dtype, group: int) -> Tensor:
+    bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+    return bias.repeat(group, 1)[None, None]

@@ -1,1 +1,0 @@
-"""Rollout side: inference backends and what happens to trajectories as they arrive."""

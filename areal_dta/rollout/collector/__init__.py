@@ -1,1 +1,0 @@
-"""What is known of trajectories while they wait to be trained on."""

@@ -1,0 +1,188 @@
+"""How AReaL starts, reaches and ends the local rollout server.
+
+AReaL's `RolloutController` creates a `LocalEngine` in each rollout worker; the worker
+launches one server and is its only client. Everything AReaL does with SGLang (requests,
+interruption, weight updates from disk) goes on unchanged through `SGLangBackend`.
+
+AReaL would serve on this machine's outward address. A worker and its server share a
+machine, so loopback is enough, and is used even in runs over several machines. Only if
+workers elsewhere must reach a server (evaluation workers or agent proxies that Ray
+placed on another machine) set `host=auto allow_remote=true`.
+"""
+
+import os
+import subprocess
+import time
+from typing import Any
+
+import ray
+import requests
+from areal.api import LocalInfServerInfo, ModelRequest, Scheduler
+from areal.api.cli_args import InferenceEngineConfig
+from areal.api.io_struct import HttpRequest
+from areal.engine.sglang_remote import RemoteSGLangEngine, SGLangBackend
+from areal.infra import RemoteInfEngine, RolloutController
+from areal.utils.network import find_free_ports, format_hostport, gethostip
+
+from areal_dta.rollout_server.config import (
+    AUTO_HOST,
+    EXIT_PORT_IN_USE,
+    LocalServerConfig,
+    build_command,
+)
+
+_PORT_ATTEMPTS = 3
+_HEALTH_POLL_SECONDS = 0.2
+_HEALTH_TIMEOUT_SECONDS = 30.0
+_WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]")
+_PROMPT_LENGTH_KEY = "areal_dta_prompt_length"
+
+
+class ServerExitedError(RuntimeError):
+    """The server ended before it was ready."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(
+            f"the local rollout server ended with exit code {exit_code} before it was "
+            "ready; its own message is in the log of the rollout worker."
+        )
+        self.exit_code = exit_code
+
+
+class LocalBackend(SGLangBackend):
+    """SGLang's requests, and this package's server process."""
+
+    def build_generation_request(
+        self, req: ModelRequest, with_lora: bool, version: int
+    ) -> HttpRequest:
+        if with_lora:
+            raise ValueError(
+                "the local rollout server does not serve LoRA adapters; set "
+                "rollout.use_lora=false or use rollout.backend=sglang."
+            )
+        request = super().build_generation_request(req, with_lora, version)
+        # AReaL leaves min_new_tokens out. After an interruption it sends the tokens so
+        # far as a part of the prompt, so those have to be counted here (the client
+        # works on a private copy of the request and of its metadata).
+        prompt_length = req.metadata.setdefault(_PROMPT_LENGTH_KEY, len(req.input_ids))
+        num_generated = len(req.input_ids) - prompt_length
+        request.payload["sampling_params"]["min_new_tokens"] = max(
+            0, req.gconfig.min_new_tokens - num_generated
+        )
+        return request
+
+    def launch_server(self, server_args: dict[str, Any]) -> subprocess.Popen[bytes]:
+        """Start the server process; it ends with this one.
+
+        Raises:
+            ValueError: `server_args` are not those of a `LocalServerConfig`, or wrong.
+        """
+        config = LocalServerConfig.from_args(server_args)
+        config.validate()
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": str(config.num_threads),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        return subprocess.Popen(
+            build_command(config, os.getpid()), env=env, stdin=subprocess.DEVNULL
+        )
+
+
+class LocalInfEngine(RemoteInfEngine):
+    """AReaL's client, with a server address of our choice and watched start-up."""
+
+    def launch_server(self, server_args: dict[str, Any]) -> LocalInfServerInfo:
+        """Start a server on this machine and wait until it serves.
+
+        Raises:
+            ValueError: wrong options.
+            ServerExitedError: the server ended instead.
+            TimeoutError: it was not ready within `config.setup_timeout` seconds.
+        """
+        config = LocalServerConfig.from_args(server_args)
+        if config.host == AUTO_HOST:
+            config.host = gethostip()
+        fixed_port = config.port
+        for attempt in range(_PORT_ATTEMPTS):
+            config.port = fixed_port or find_free_ports(1)[0]
+            try:
+                return self._launch_once(config)
+            except ServerExitedError as error:
+                last = attempt == _PORT_ATTEMPTS - 1 or fixed_port
+                if error.exit_code != EXIT_PORT_IN_USE or last:
+                    raise
+        raise AssertionError("unreachable")
+
+    def check_health(self, base_url: str) -> bool:
+        """As AReaL's, but without proxies, which environment variables may name."""
+        request = self.backend.get_health_check_request()
+        try:
+            return self._get(f"{base_url}{request.endpoint}").status_code == 200
+        except requests.RequestException:
+            return False
+
+    @staticmethod
+    def _get(url: str) -> requests.Response:
+        with requests.Session() as session:
+            session.trust_env = False
+            return session.get(url, timeout=_HEALTH_TIMEOUT_SECONDS)
+
+    def _is_ready(self, base_url: str, process: subprocess.Popen[bytes] | None) -> bool:
+        """Healthy, and the process that was started (another may have its port)."""
+        if not self.check_health(base_url):
+            return False
+        if process is None:
+            return True
+        try:
+            info = self._get(f"{base_url}/get_server_info").json()
+            return bool(info["pid"] == process.pid)
+        except (requests.RequestException, KeyError, TypeError):
+            return False
+
+    def _launch_once(self, config: LocalServerConfig) -> LocalInfServerInfo:
+        process = self.backend.launch_server(config.build_args())
+        host = gethostip() if config.host in _WILDCARD_HOSTS else config.host
+        info = LocalInfServerInfo(host=host, port=config.port, process=process)
+        try:
+            self._wait_for_server(format_hostport(host, config.port), process)
+        except BaseException:
+            self._shutdown_one_server(info)
+            raise
+        self.local_server_processes.append(info)
+        if ray.is_initialized():  # a process handle cannot be sent through Ray
+            return LocalInfServerInfo(host=host, port=config.port, process=None)
+        return info
+
+    def _wait_for_server(
+        self, address: str, process: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        deadline = time.monotonic() + self.config.setup_timeout
+        while not self._is_ready(f"http://{address}", process):
+            if process is not None and process.poll() is not None:
+                raise ServerExitedError(process.returncode)
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"the rollout server at {address} was not ready within "
+                    f"{self.config.setup_timeout:.0f} s (rollout.setup_timeout)."
+                )
+            time.sleep(_HEALTH_POLL_SECONDS)
+
+
+class LocalEngine(RemoteSGLangEngine):
+    """AReaL's rollout engine for `rollout.backend=local:dN`."""
+
+    def __init__(self, config: InferenceEngineConfig) -> None:
+        super().__init__(config)
+        self._engine = LocalInfEngine(config, LocalBackend())
+
+    @classmethod
+    def as_controller(
+        cls, config: InferenceEngineConfig, scheduler: Scheduler
+    ) -> RolloutController:
+        if config._version != "v1":
+            raise ValueError(
+                f"rollout._version={config._version}; the local rollout backend works "
+                "with AReaL's v1 controller only."
+            )
+        return RolloutController(cls, config=config, scheduler=scheduler)

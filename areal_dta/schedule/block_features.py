@@ -1,0 +1,108 @@
+"""What a block costs depends on: counts that are known before it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from areal_dta.schedule.schedule import Schedule, Step
+from areal_dta.tree import PrefixTree
+
+TRAINING, FORWARD = "training", "forward"
+KINDS = (TRAINING, FORWARD)
+"""Of blocks: with an autograd graph, forward and backward together; and without one,
+be it in a forward-only pass or before a recomputation."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFeatures:
+    """Counts of one call of the model, or sums over several."""
+
+    num_blocks: float
+    """1 for one block."""
+    num_grad_tokens: float
+    """Tokens run with a graph, and backward."""
+    num_no_grad_tokens: float
+    num_pairs: float
+    """(query, key) pairs attended to, keys on the path included."""
+    num_rows: float
+    """Positions projected onto the vocabulary."""
+    num_loss_tokens: float
+    """Tokens of the sequences whose loss is evaluated at the block's exit."""
+
+    def __add__(self, other: BlockFeatures) -> BlockFeatures:
+        sums = (a + b for a, b in zip(self.as_tuple(), other.as_tuple(), strict=True))
+        return BlockFeatures(*sums)
+
+    def as_tuple(self) -> tuple[float, float, float, float, float, float]:
+        return (
+            self.num_blocks,
+            self.num_grad_tokens,
+            self.num_no_grad_tokens,
+            self.num_pairs,
+            self.num_rows,
+            self.num_loss_tokens,
+        )
+
+
+NUM_FEATURES = 6
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSample:
+    """One measured block."""
+
+    features: BlockFeatures
+    seconds: float
+    """Of a block with a graph its forward (at enter) and its backward (at exit)."""
+    kind: str
+    """TRAINING or FORWARD."""
+
+    def as_row(self) -> tuple[float, ...]:
+        """Features, seconds, index of the kind: plain numbers for the way between
+        processes. ``samples_from_rows`` undoes it."""
+        return *self.features.as_tuple(), self.seconds, float(KINDS.index(self.kind))
+
+
+def samples_from_rows(rows_N8: NDArray[np.float64]) -> list[BlockSample]:
+    return [
+        BlockSample(BlockFeatures(*row[:NUM_FEATURES]), row[-2], KINDS[int(row[-1])])
+        for row in np.asarray(rows_N8, np.float64).reshape(-1, 8).tolist()
+    ]
+
+
+def step_kind(step: Step) -> str:
+    """The kind of the block that a computing step runs."""
+    return TRAINING if step.with_grad else FORWARD
+
+
+def step_features(tree: PrefixTree, schedule: Schedule, step: Step) -> BlockFeatures:
+    """Counts of the block that ``step`` runs forward (``step.computes`` not empty)."""
+    segments = schedule.cut.segments
+    fragment = schedule.cut.fragments[step.fragment]
+    pairs = loss_tokens = 0
+    for s in step.computes:
+        start, end = segments[s].start, segments[s].end
+        pairs += (end * (end + 1) - start * (start + 1)) // 2
+    if step.with_grad:
+        loss_tokens = sum(map(tree.sequence_length, fragment.sequences))
+    return BlockFeatures(
+        num_blocks=1,
+        num_grad_tokens=step.num_tokens * step.with_grad,
+        num_no_grad_tokens=step.num_tokens * (not step.with_grad),
+        num_pairs=pairs,
+        num_rows=step.num_rows,
+        num_loss_tokens=loss_tokens,
+    )
+
+
+def schedule_features(
+    tree: PrefixTree, schedule: Schedule
+) -> Iterator[tuple[str, BlockFeatures]]:
+    """Kind and counts of each block of a schedule, in order."""
+    for step in schedule.steps:
+        if step.computes:
+            yield step_kind(step), step_features(tree, schedule, step)

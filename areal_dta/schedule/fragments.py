@@ -1,0 +1,319 @@
+"""Cut the computed part of a prefix tree into fragments of ``block_tokens`` at most.
+
+A fragment is what one call of the model computes: pieces of the tree that hang on
+one and the same token (or on nothing). Few and full fragments are fast: each call
+pays kernel launches and one pass over all parameter gradients.
+
+Method: the bottom-up greedy for tree partition, at token granularity. A node keeps
+the open pieces of its children that fit, smallest first, and closes the rest, packed
+together by best-fit decreasing since they hang on the same token; a node longer than
+what is left is chopped from its lower end. Among a few choices of how many children
+to keep, the one with the fewest closed fragments, then the smallest open piece, wins.
+It is a heuristic because of the packing; tests/plan compares it with brute force.
+
+Invariants (``Fragmentation.check``):
+  * every computed token lies in exactly one segment, every segment in one fragment;
+  * no fragment holds more than ``block_tokens`` tokens;
+  * all pieces of a fragment that are not connected inside it hang on one segment end.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from areal_dta.schedule.needed_outputs import Reads
+from areal_dta.tree import PrefixTree
+
+# (node, start, end): tokens of a node at depth [start, end)
+_Piece = tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens of one node, at depth ``[start, end)`` of its paths."""
+
+    index: int
+    """Position in depth-first order over the whole tree."""
+    node: int
+    start: int
+    end: int
+    first_token: int
+    """Index of the first token among all tree tokens in depth-first order."""
+    parent: int
+    """The segment right above, -1 at the top of the tree."""
+    fragment: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Segments that are computed together behind one path."""
+
+    index: int
+    """Position in the order of first entry."""
+    segments: tuple[int, ...]
+    """In depth-first order, so a parent precedes its children."""
+    trunk: tuple[int, ...]
+    """Those of ``segments`` that have a child fragment at or below them."""
+    attach: int
+    """The segment on whose end the fragment hangs, -1 for none."""
+    parent: int
+    """The fragment of ``attach``, -1 for none."""
+    children: tuple[int, ...]
+    """Child fragments, grouped by the segment that they hang on."""
+    sequences: tuple[int, ...]
+    """Sequences whose last computed token lies in the fragment."""
+    num_tokens: int
+    num_trunk_tokens: int
+    path_tokens: int
+    """Tokens above the fragment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fragmentation:
+    """A whole tree cut into fragments. ``fragments`` is in depth-first order."""
+
+    block_tokens: int
+    reads: Reads
+    segments: tuple[Segment, ...]
+    fragments: tuple[Fragment, ...]
+    unread_sequences: tuple[int, ...]
+    """Sequences of which no token is computed."""
+
+    def chain(self, segment: int, fragment: int) -> list[int]:
+        """Segments of ``fragment`` from its top down to ``segment``, included."""
+        chain = []
+        while segment >= 0 and self.segments[segment].fragment == fragment:
+            chain.append(segment)
+            segment = self.segments[segment].parent
+        return chain[::-1]
+
+    def check(self, tree: PrefixTree) -> None:
+        """Assert every invariant; O(nodes + fragments)."""
+        covered = sum(s.num_tokens for s in self.segments)
+        assert covered == self.reads.num_computed_tokens
+        assert [s.index for s in self.segments] == list(range(len(self.segments)))
+        next_token = 0
+        for s in self.segments:
+            assert s.num_tokens > 0 and s.first_token >= next_token
+            next_token = s.first_token + s.num_tokens
+            node = tree.nodes[s.node]
+            assert s.first_token - node.first_token == s.start - node.start
+            if s.parent >= 0:
+                above = self.segments[s.parent]
+                assert above.index < s.index and above.end == s.start
+                nodes = tree.nodes
+                assert above.node == s.node or above.node == nodes[s.node].parent
+            else:
+                assert s.start == 0
+        seen: list[int] = []
+        ending = list(self.unread_sequences)
+        for i, f in enumerate(self.fragments):
+            members = f.segments
+            assert f.index == i and list(members) == sorted(members)
+            assert f.num_tokens == sum(self.segments[m].num_tokens for m in members)
+            assert 0 < f.num_tokens <= self.block_tokens
+            assert f.parent < i
+            for m in members:
+                assert self.segments[m].fragment == i
+                parent = self.segments[m].parent
+                assert parent in members or parent == f.attach
+            if f.parent >= 0:
+                assert f.attach in self.fragments[f.parent].trunk
+                assert i in self.fragments[f.parent].children
+            seen += f.segments
+            ending += f.sequences
+        assert sorted(seen) == list(range(len(self.segments)))
+        assert sorted(ending) == list(range(tree.num_sequences))
+
+
+def cut_nodes(tree: PrefixTree, reads: Reads | None = None) -> Fragmentation:
+    """One fragment a node, whatever its length: plain node-by-node traversal."""
+    reads = reads or Reads.all(tree)
+    pieces = [
+        [(node.index, node.start, node.start + num_tokens)]
+        for node, num_tokens in zip(tree.nodes, reads.computed, strict=True)
+        if num_tokens
+    ]
+    longest = max(reads.computed, default=1)
+    return _assemble(tree, max(1, longest), reads, pieces)
+
+
+def cut_tree(
+    tree: PrefixTree, block_tokens: int, reads: Reads | None = None
+) -> Fragmentation:
+    """Cut what ``reads`` needs of ``tree`` into fragments.
+
+    Args:
+        block_tokens: most tokens of a fragment.
+        reads: the outputs that are read, by default all.
+
+    Cost: O(nodes x block_tokens) at worst, O(nodes log nodes) as a rule.
+
+    Raises:
+        ValueError: ``block_tokens`` is below 1.
+    """
+    if block_tokens < 1:
+        raise ValueError(f"block_tokens={block_tokens}; expected at least 1")
+    reads = reads or Reads.all(tree)
+    closed = _close_pieces(tree, block_tokens, reads.computed)
+    return _assemble(tree, block_tokens, reads, closed)
+
+
+def _close_pieces(
+    tree: PrefixTree, budget: int, computed: Sequence[int]
+) -> list[list[_Piece]]:
+    """The pieces of each fragment, fragments in no particular order."""
+    closed: list[list[_Piece]] = []
+    open_pieces: dict[int, tuple[int, list[_Piece]]] = {}
+    for node in reversed(tree.nodes):  # children before parents
+        num_tokens = computed[node.index]
+        if not num_tokens:
+            continue
+        below = [open_pieces.pop(c) for c in node.children if c in open_pieces]
+        below.sort(key=lambda p: p[0])
+        num_kept = _choose_kept([size for size, _ in below], num_tokens, budget)
+        closed += _pack(below[num_kept:], budget)
+        piece = [p for _, pieces in below[:num_kept] for p in pieces]
+        size = sum(n for n, _ in below[:num_kept])
+        end = node.start + num_tokens
+        while end - node.start > budget - size:  # chop from the lower end
+            start = end - (budget - size)
+            closed.append([(node.index, start, end), *piece])
+            piece, size, end = [], 0, start
+        piece.append((node.index, node.start, end))
+        open_pieces[node.index] = (size + end - node.start, piece)
+    roots = [open_pieces[i] for i in sorted(open_pieces)]
+    return closed + _pack(roots, budget)
+
+
+def _choose_kept(sizes: list[int], num_tokens: int, budget: int) -> int:
+    """How many of the children's open pieces (smallest first) a node keeps."""
+    sums = [0]
+    for size in sizes:
+        # One token of the node itself has to fit in beside them.
+        if sums[-1] + size > budget - 1:
+            break
+        sums.append(sums[-1] + size)
+    num_fit = len(sums) - 1
+    num_blocks = [-(-(num_tokens + kept) // budget) for kept in sums]
+    cheap = max(k for k in range(num_fit + 1) if num_blocks[k] == num_blocks[0])
+    best: tuple[int, int, int] | None = None
+    for k in sorted({0, cheap, num_fit}, reverse=True):
+        packed = len(_pack([(size, []) for size in sizes[k:]], budget))
+        remainder = num_tokens + sums[k] - budget * (num_blocks[k] - 1)
+        score = (packed + num_blocks[k], remainder, -k)
+        best = score if best is None else min(best, score)
+    assert best is not None
+    return -best[2]
+
+
+def _pack(pieces: list[tuple[int, list[_Piece]]], budget: int) -> list[list[_Piece]]:
+    """Best-fit decreasing: merge pieces into as few fragments as it can."""
+    bins: list[list[_Piece]] = []
+    room: list[tuple[int, int]] = []  # (free tokens, bin), sorted
+    for size, members in sorted(pieces, key=lambda p: -p[0]):
+        at = bisect_left(room, (size, -1))
+        if at == len(room):
+            bins.append(list(members))
+            insort(room, (budget - size, len(bins) - 1))
+        else:
+            free, index = room.pop(at)
+            bins[index] += members
+            insort(room, (free - size, index))
+    return bins
+
+
+def _assemble(
+    tree: PrefixTree, block_tokens: int, reads: Reads, closed: list[list[_Piece]]
+) -> Fragmentation:
+    """Number segments and fragments depth first and link them."""
+    nodes = tree.nodes
+    pieces = sorted((p, group) for group, ps in enumerate(closed) for p in ps)
+    at_end = {(node, end): i for i, ((node, _, end), _) in enumerate(pieces)}
+    parent_segment = []
+    for (node, start, _), _ in pieces:
+        above = node if start > nodes[node].start else nodes[node].parent
+        parent_segment.append(-1 if above < 0 else at_end[above, start])
+
+    attach = [-1] * len(closed)
+    children: list[list[int]] = [[] for _ in closed]
+    members: list[list[int]] = [[] for _ in closed]
+    for i, (_, group) in enumerate(pieces):
+        parent = parent_segment[i]
+        if not members[group] and parent >= 0:
+            attach[group] = parent
+            children[pieces[parent][1]].append(group)
+        members[group].append(i)
+    for hanging in children:
+        hanging.sort(key=lambda g: (attach[g], members[g][0]))
+
+    number: dict[int, int] = {}
+    stack = [g for g in range(len(closed)) if attach[g] < 0]
+    stack.sort(key=lambda g: members[g][0], reverse=True)
+    while stack:
+        g = stack.pop()
+        number[g] = len(number)
+        stack += reversed(children[g])
+
+    segments = tuple(
+        Segment(
+            index=i,
+            node=node,
+            start=start,
+            end=end,
+            first_token=nodes[node].first_token + start - nodes[node].start,
+            parent=parent_segment[i],
+            fragment=number[group],
+        )
+        for i, ((node, start, end), group) in enumerate(pieces)
+    )
+    ending, unread = _sequence_ends(tree, reads.computed, at_end)
+    fragments = []
+    for g in sorted(number, key=number.__getitem__):
+        trunk: set[int] = set()
+        for child in children[g]:
+            s = attach[child]
+            while s >= 0 and pieces[s][1] == g and s not in trunk:
+                trunk.add(s)
+                s = parent_segment[s]
+        ends = [segments[s] for s in members[g]]
+        fragments.append(
+            Fragment(
+                index=number[g],
+                segments=tuple(members[g]),
+                trunk=tuple(sorted(trunk)),
+                attach=attach[g],
+                parent=-1 if attach[g] < 0 else segments[attach[g]].fragment,
+                children=tuple(number[c] for c in children[g]),
+                sequences=tuple(i for s in members[g] for i in ending.get(s, ())),
+                num_tokens=sum(s.num_tokens for s in ends),
+                num_trunk_tokens=sum(segments[s].num_tokens for s in trunk),
+                path_tokens=segments[members[g][0]].start,
+            )
+        )
+    return Fragmentation(block_tokens, reads, segments, tuple(fragments), tuple(unread))
+
+
+def _sequence_ends(
+    tree: PrefixTree, computed: Sequence[int], at_end: dict[tuple[int, int], int]
+) -> tuple[dict[int, list[int]], list[int]]:
+    """Per segment the sequences whose last computed token it ends with; and those of
+    which nothing is computed."""
+    ending: dict[int, list[int]] = {}
+    unread: list[int] = []
+    for node in tree.nodes:
+        above = node
+        while not computed[above.index] and above.parent >= 0:
+            above = tree.nodes[above.parent]
+        if num_tokens := computed[above.index]:
+            segment = at_end[above.index, above.start + num_tokens]
+            ending.setdefault(segment, []).extend(node.sequences)
+        else:
+            unread.extend(node.sequences)
+    return ending, unread

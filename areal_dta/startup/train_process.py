@@ -1,0 +1,156 @@
+"""The process that holds the trainer. Started by `areal_dta.launch`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import OmegaConf
+
+from areal_dta.config.errors import ConfigError
+from areal_dta.report.events import EventWriter
+from areal_dta.report.step_metrics import MetricsWriter, StepMetrics
+from areal_dta.startup.prepare import Job, prepare
+
+if TYPE_CHECKING:
+    from areal_dta.config.schema import DTAConfig, DTAGRPOConfig
+    from areal_dta.trainers.watched import WatchedTrainer
+
+
+class Stopped(KeyboardInterrupt):
+    """The launcher asked this process to end."""
+
+
+def run(job: Job, events: EventWriter) -> None:
+    """Train, and send what happens."""
+    from areal_dta.config.schema import DTAGRPOConfig, train_sections
+    from areal_dta.report.batch_sharing import batch_meter
+
+    config = job.config
+    save_config(config, job.run_dir / "config.yaml")
+    metrics = MetricsWriter(
+        job.run_dir / "metrics.jsonl", resume=config.recover.mode in ("on", "auto")
+    )
+
+    def on_step(step: StepMetrics) -> None:
+        metrics.write(step)
+        events.send("step", **step.to_record())
+
+    def on_death(message: str) -> None:
+        events.send("error", text=message)
+        main_thread = threading.main_thread().ident
+        assert main_thread is not None
+        signal.pthread_kill(main_thread, signal.SIGTERM)
+
+    backends = [section.config.backend for section in train_sections(config)]
+    if isinstance(config, DTAGRPOConfig):
+        backends.append(config.rollout.backend)
+    events.send("status", text=f"starting {', '.join(backends)}")
+    trainer = trainer_class(config.algorithm)(
+        config,
+        job.train_dataset,
+        job.valid_dataset,
+        on_step=on_step,
+        on_death=on_death,
+        meter=batch_meter(config),
+    )
+    try:
+        events.send("status", text="training")
+        if isinstance(config, DTAGRPOConfig):
+            trainer.train(**rollout_arguments(config, job.valid_dataset is not None))
+        else:
+            trainer.train()
+        events.send("done", checkpoint=trainer.last_checkpoint)
+    finally:
+        if config.scheduler.type == "local":
+            trainer.flush()  # the launcher ends the workers, faster and for certain
+        else:
+            trainer.close()
+
+
+def trainer_class(algorithm: str) -> type[WatchedTrainer]:
+    """Our trainer of `config.algorithm`."""
+    if algorithm == "ppo":
+        from areal_dta.trainers.ppo import DTATrainer
+
+        return DTATrainer
+    from areal_dta.trainers.supervised import TRAINERS
+
+    return TRAINERS[algorithm]
+
+
+def rollout_arguments(config: DTAGRPOConfig, evaluates: bool) -> dict[str, Any]:
+    """Of the trainer's `train`."""
+    return {
+        "workflow": config.workflow,
+        "eval_workflow": config.workflow if evaluates else None,
+        "workflow_kwargs": config.workflow_arguments(config.gconfig),
+        "eval_workflow_kwargs": config.workflow_arguments(config.eval_gconfig),
+        "dynamic_filter_fn": config.group_filter or None,
+    }
+
+
+def save_config(config: DTAConfig, path: Path) -> None:
+    """The whole resolved configuration, AReaL's defaults included."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+
+
+def brief(error: Exception, limit: int = 300) -> str:
+    """One line about an error; AReaL's carry whole logs."""
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    text = f"{type(error).__name__}: {first.strip()}"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--event-fd", type=int, required=True)
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_intermixed_args(argv)
+    events = EventWriter(args.event_fd)
+
+    def stop(signum: int, frame: Any) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough
+        raise Stopped
+
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        events.send("status", text="loading AReaL and checking the configuration")
+        job = prepare(args.config, args.overrides)
+        for note in job.notes:
+            events.send("note", text=note)
+        events.send(
+            "start",
+            algorithm=job.config.algorithm,
+            num_steps=job.num_steps,
+            note=job.config.note,
+            launch=dataclasses.asdict(job.config.launch),
+        )
+        run(job, events)
+    except ConfigError as e:
+        events.send("config_error", text=str(e))
+        return 2
+    except Stopped:
+        return 1
+    except Exception as e:
+        traceback.print_exc()
+        events.send("error", text=brief(e))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads that wait for workers would keep this process alive

@@ -1,0 +1,1 @@
+"""What only builds the embedded model: corpus, tokenizer, evaluation."""

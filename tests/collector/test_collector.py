@@ -1,0 +1,212 @@
+"""What the collector takes in, rejects, evicts and hands out."""
+
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from areal_dta.collector.collector import Collector
+from areal_dta.collector.planned_batch import PlannedBatch, planned
+from areal_dta.collector.planner import BatchPlanner
+from areal_dta.collector.validate_trajectory import REASONS, Rejected
+from areal_dta.schedule import FlopModel
+from tests.engine.dispatch_worker import make_items
+
+
+def items_of(num, seed=0):
+    sizes = np.random.default_rng(seed).integers(1, 6, num).tolist()
+    return make_items(sizes, seed)
+
+
+def test_what_it_knows_of_what_waits():
+    collector = Collector()
+    first, second = make_items((3, 2))
+    collector.offer(4, first, version=0)
+    collector.offer(2, second, version=0)
+    assert collector.waiting == [2, 4]
+    total = collector.total
+    assert total.num_sequences == 5
+    lengths = [int(x["attention_mask"].sum()) for x in (first, second)]
+    assert total.sequence_tokens == sum(lengths) > total.tree_tokens
+    assert sum(t.num_sequences for t in collector.trees.values()) == 5
+    leaves = collector.take([4])
+    assert sorted(leaves.owners) == [(0, 0), (0, 1), (0, 2)]
+    assert leaves.order.num_sequence_tokens == lengths[0]
+    assert leaves.stats.sequence_tokens == lengths[0]
+    assert collector.waiting == [2]
+    assert collector.total.sequence_tokens == lengths[1]
+
+
+def test_predicted_seconds_grow_with_the_tree():
+    planner = BatchPlanner(FlopModel(per_token=1e6, per_pair=10, per_logit_row=1e5))
+    collector = Collector()
+    seconds = []
+    for number, item in enumerate(items_of(5)):
+        collector.offer(number, item, 0)
+        seconds.append(planner.seconds(collector.total))
+    assert 0 < seconds[0] and seconds == sorted(seconds) and seconds[-1] > seconds[0]
+    of_trees = sum(planner.seconds(t) for t in collector.trees.values())
+    # a block of its own for each tree, at least
+    assert of_trees >= seconds[-1]
+
+
+def broken(change):
+    (item,) = make_items((3,))
+    change(item)
+    return item
+
+
+def unpad_left(item):
+    item["attention_mask"][0, 0] = False
+
+
+BROKEN = {
+    "shape": [
+        lambda item: item.pop("input_ids"),
+        lambda item: item.update(loss_mask=item["loss_mask"][:, 1:]),
+        lambda item: item.update(rewards=item["rewards"][:2]),
+        lambda item: item["input_ids"].__setitem__((0, 0), -5),
+        lambda item: item["attention_mask"].__setitem__(1, False),
+        unpad_left,
+    ],
+    "nan": [
+        lambda item: item["rewards"].__setitem__(0, torch.nan),
+        lambda item: item["logprobs"].__setitem__((0, 1), torch.inf),
+    ],
+    "too_long": [lambda item: None],
+    "stale": [lambda item: item.update(versions=item["versions"] - 1)],
+}
+CASES = [(reason, change) for reason, cs in BROKEN.items() for change in cs]
+
+
+@pytest.mark.parametrize("reason, change", CASES, ids=range(len(CASES)))
+def test_what_cannot_be_trained_on_is_rejected_and_counted(reason, change):
+    collector = Collector(5 if reason == "too_long" else None, max_staleness=2)
+    version = 3 if reason == "stale" else 0
+    item = broken(change)
+    if reason == "stale":
+        item["versions"][item["versions"] < 0] = 0
+    with pytest.raises(Rejected) as error:
+        collector.offer(0, item, version)
+    assert error.value.reason == reason
+    assert collector.waiting == [] and collector.total.num_sequences == 0
+    metrics = collector.take_metrics(1.0)
+    counts = {r: metrics[f"collector/rejected/{r}"] for r in REASONS}
+    assert counts == {r: float(r == reason) for r in REASONS}
+    assert metrics["collector/inserted"] == 0
+
+
+def test_padding_may_hold_anything():
+    (item,) = make_items((3,))
+    outside = ~item["attention_mask"]
+    assert outside.any()
+    item["logprobs"][outside] = torch.nan
+    item["input_ids"][outside] = -1
+    Collector().offer(0, item, 0)
+
+
+def test_what_becomes_stale_while_it_waits_leaves():
+    collector = Collector(max_staleness=1)
+    for number, version in enumerate((0, 1, 2)):
+        (item,) = make_items((2,), seed=number)
+        item["versions"][item["versions"] >= 0] = version
+        collector.offer(number, item, version)
+    assert collector.stale(1) == []
+    assert collector.stale(3) == [0, 1]
+    collector.evict([0, 1])
+    assert collector.waiting == [2] and collector.total.num_sequences == 2
+    assert collector.take_metrics(1.0)["collector/evicted_stale"] == 2
+
+
+def test_a_group_beyond_the_limit_waits_unplanned():
+    items = items_of(3)
+    collector = Collector(max_tokens=int(items[0]["attention_mask"].sum()))
+    for number, item in enumerate(items):
+        collector.offer(number, item, 0)
+    assert collector.waiting == [0, 1, 2]
+    held = collector.total.sequence_tokens
+    assert held == items[0]["attention_mask"].sum()
+    assert collector.take([0, 1]) is None  # planned from what is fetched then
+    assert collector.waiting == [2] and collector.total.num_sequences == 0
+
+
+def plan_of(collector, items, num_ranks=3, num_minibatches=1):
+    leaves = collector.take(range(len(items)))
+    batch = PlannedBatch(items, leaves, step=5)
+    return batch.plan(BatchPlanner(seed=1), num_ranks, num_minibatches)
+
+
+def test_a_thousand_orders_of_arrival_give_one_plan():
+    items = items_of(5)
+    first = None
+    for seed in range(1000):
+        collector = Collector()
+        arrival = list(enumerate(items))
+        random.Random(seed).shuffle(arrival)
+        for number, item in arrival:
+            collector.offer(number, item, 0)
+        plan = plan_of(collector, items)
+        seen = (
+            plan.leaves.owners,
+            plan.leaves.order.lcp_N.tolist(),
+            plan.minibatches,
+        )
+        first = first or seen
+        assert seen == first
+
+
+def test_a_batch_that_was_not_collected_gets_the_same_plan():
+    items = items_of(6)
+    collector = Collector()
+    for number, item in enumerate(items):
+        collector.offer(number, item, 0)
+    collected = plan_of(collector, items)
+    fetched = planned(items).plan(BatchPlanner(seed=1), 3, 1)
+    assert collected.minibatches == fetched.minibatches
+    assert collected.leaves.owners == fetched.leaves.owners
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 50])
+@pytest.mark.parametrize("num_minibatches", [1, 3, 9])
+def test_every_row_is_dealt_once_and_prompts_stay_in_a_minibatch(
+    num_ranks, num_minibatches
+):
+    items = items_of(5)
+    plan = planned(items).plan(BatchPlanner(), num_ranks, num_minibatches)
+    assert len(plan.minibatches) == min(num_minibatches, len(items))
+    assert plan.num_ranks == num_ranks
+    dealt = [
+        (m, *owner)
+        for m in range(len(plan.minibatches))
+        for rank in range(num_ranks)
+        for owner in plan.rows(rank, m)
+    ]
+    expected = [(i, r) for i, x in enumerate(items) for r in range(len(x["rewards"]))]
+    assert sorted((i, r) for _, i, r in dealt) == expected
+    assert len({(m, i) for m, i, _ in dealt}) == len(items)
+
+
+def test_many_threads():
+    items = items_of(60)
+    collector = Collector()
+    numbers = list(range(len(items)))
+
+    def offer(some):
+        for number in some:
+            collector.offer(number, items[number], 0)
+
+    threads = [threading.Thread(target=offer, args=(numbers[k::6],)) for k in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=30)
+    assert collector.waiting == numbers
+    alone = Collector()
+    offer_alone = [alone.offer(n, items[n], 0) for n in numbers]
+    assert len(offer_alone) == 60 and collector.total == alone.total
+    metrics = collector.take_metrics(10.0)
+    assert metrics["collector/inserted"] == 60
+    assert 0 < metrics["collector/share_of_step"] < 1
+    assert collector.take_metrics(10.0)["collector/inserted"] == 0

@@ -1,0 +1,277 @@
+"""Results on their way through AReaL's controller, dispatcher and staleness control.
+
+Only the workers are stood in for: a scheduler that answers with ready-made results.
+"""
+
+import asyncio
+import random
+import time
+
+import pytest
+import torch
+from areal.api import Worker
+from areal.api.cli_args import InferenceEngineConfig
+from areal.infra.controller.rollout_controller import RolloutController
+from areal.infra.staleness_manager import StalenessManager
+from areal.infra.workflow_executor import BatchTaskDispatcher
+from areal.utils import logging
+from torch.utils.data import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from areal_dta.collector.collector import Collector
+from areal_dta.collector.hook import Collection
+from areal_dta.collector.planner import BatchPlanner
+from areal_dta.collector.prompt_loader import MAX_TRIES, PromptLoader
+from tests.engine.dispatch_worker import make_items
+
+BATCH = 4
+
+
+class Workers:
+    """Answers in place of rollout workers, in any order."""
+
+    def __init__(self, fates):
+        self.fates = fates  # index of a prompt -> what becomes of its rollouts
+        self.controller = None
+        self.results = {}
+        self.prompts = []  # indices, as they were submitted
+        self._random = random.Random(0)
+
+    async def async_call_engine(self, worker_id, method, *args, **kwargs):
+        number = kwargs["task_id"]
+        if method == "submit":
+            index = kwargs["data"]["index"]
+            self.prompts.append(index)
+            self.results[number] = index
+            await asyncio.sleep(self._random.random() / 50)
+            fate = self.fates.get(index)
+            if fate == "slow":  # AReaL issues more after a second
+                await asyncio.sleep(1.3)
+            if fate == "unreachable once":
+                del self.fates[index]
+            if fate in ("unreachable", "unreachable once"):
+                raise ConnectionError("worker is gone")
+            self.controller._resolve_task_future(number)
+            return number
+        assert method == "wait_for_task"
+        return self._result(self.results[number])
+
+    def _result(self, index):
+        if self.fates.get(index) == "filtered":
+            return None
+        (item,) = make_items((3,), seed=index)
+        item["index"] = torch.full((3,), index)
+        item["versions"][item["versions"] >= 0] = self.controller._version
+        if self.fates.get(index) == "nan":
+            item["rewards"][0] = torch.nan
+        return item
+
+
+def prompt_loader(num=12, batch_size=BATCH, shuffle=False):
+    data = [{"index": i} for i in range(num)]
+    sampler = DistributedSampler(data, 1, 0, shuffle=shuffle, drop_last=True)
+    return PromptLoader(
+        StatefulDataLoader(
+            data, batch_size, sampler=sampler, drop_last=True, collate_fn=lambda x: x
+        )
+    )
+
+
+class Rollout:
+    """A controller with a collection, without processes."""
+
+    def __init__(self, fates=None, staleness=1, loader=None):
+        self.workers = Workers(fates or {})
+        config = InferenceEngineConfig(
+            backend="sglang:d1",
+            consumer_batch_size=BATCH,
+            max_concurrent_rollouts=2 * BATCH,
+            max_head_offpolicyness=staleness,
+            request_timeout=20,
+        )
+        self.controller = controller = RolloutController(None, config, self.workers)
+        self.workers.controller = controller
+        controller.workers = [Worker(id="rollout/0", ip="127.0.0.1")]
+        controller._worker_role = "rollout"
+        controller._callback_host, controller._callback_port = "127.0.0.1", 1
+        controller._staleness_manager = StalenessManager(
+            controller, 2 * BATCH, BATCH, staleness
+        )
+        controller._dispatcher = BatchTaskDispatcher(
+            64, controller._create_submit_callback, controller._staleness_manager
+        )
+        controller._dispatcher.initialize(logger=logging.getLogger("test"))
+        self.loader = loader or prompt_loader(100)
+        self.collector = Collector(max_staleness=staleness)
+        self.collection = Collection(controller, self.collector, self.loader)
+        self.planner = BatchPlanner()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.collection.close()
+        self.controller._dispatcher.destroy()
+
+    def batch(self, **kwargs):
+        def prepare():
+            return self.controller.prepare_batch(
+                self.loader, workflow="any", group_size=3, **kwargs
+            )
+
+        return self.collection.next_batch(
+            prepare, lambda batch: batch.plan_here(self.planner, 2, 1)
+        )
+
+    def set_version(self, version):
+        self.controller._version = version
+        dispatcher = self.controller._dispatcher
+        with dispatcher._input_cv:
+            dispatcher._input_cv.notify()
+
+    def wait_until(self, condition):
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def indices(batch):
+    return [int(item["index"][0]) for item in batch]
+
+
+def test_a_batch_comes_in_the_order_of_issue_with_its_plan():
+    with Rollout() as rollout:
+        seen = []
+        for version in range(3):
+            batch = rollout.batch()
+            found = indices(batch)
+            assert found == sorted(found) and len(found) == BATCH
+            plan = batch.plan(rollout.planner, 2, 1)
+            owners = {o for r in range(2) for o in plan.rows(r, 0)}
+            assert owners == {(i, row) for i in range(BATCH) for row in range(3)}
+            tokens = sum(int(item["attention_mask"].sum()) for item in batch)
+            assert batch.leaves.stats.sequence_tokens == tokens
+            seen += found
+            rollout.set_version(version + 1)
+        assert len(set(seen)) == len(seen)
+        metrics = rollout.collector.take_metrics(10.0)
+        assert metrics["collector/inserted"] >= 12
+        assert metrics["collector/plan_seconds"] > 0
+
+
+def test_what_became_of_each_prompt_is_saved():
+    fates = {1: "filtered", 2: "nan", 3: "unreachable once"}
+    with Rollout(fates) as rollout:
+        trained = []
+        for version in range(4):
+            trained += indices(rollout.batch())
+            rollout.set_version(version + 1)
+        assert not {1, 2} & set(trained)
+        # its worker did not answer: it was tried again
+        assert rollout.workers.prompts.count(3) == 2 and 3 in trained
+        state = rollout.loader.state_dict()
+        settled = set(range(state["next"])) - set(state["unsettled"])
+        assert settled == {1, 2, *trained}
+        stats = rollout.controller.staleness_manager.get_stats
+        assert stats().rejected == 3
+
+        def balanced():  # AReaL counts a result just before it is taken in
+            num_waiting = len(rollout.collector.waiting)
+            return stats().accepted == num_waiting + len(trained)
+
+        rollout.wait_until(balanced)
+        metrics = rollout.collector.take_metrics(1.0)
+        assert metrics["collector/rejected/nan"] == 1
+        assert metrics["collector/rejected/filtered"] == 2
+
+
+def test_a_restart_issues_once_more_what_was_not_trained():
+    with Rollout({2: "slow"}, loader=prompt_loader()) as rollout:
+        trained = indices(rollout.batch())
+        state = rollout.loader.state_dict()
+    assert state["next"] > BATCH
+    loader = prompt_loader()
+    loader.load_state_dict(state)
+    with Rollout(loader=loader) as rollout:
+        for version in range(2):
+            trained += indices(rollout.batch())
+            rollout.set_version(version + 1)
+    assert sorted(trained) == list(range(12))  # an epoch: none lost, none twice
+
+
+def test_results_that_became_stale_are_taken_back_and_run_again():
+    with Rollout({2: "slow"}, staleness=1) as rollout:
+        first = indices(rollout.batch())
+        waits = rollout.controller._dispatcher._pending_results
+        rollout.wait_until(lambda: len(waits) == BATCH)  # all that may run ahead
+        ahead = [i for i in rollout.workers.prompts if i not in first][:BATCH]
+        rollout.set_version(2)  # they were begun by version 0
+        second = indices(rollout.batch())
+        metrics = rollout.collector.take_metrics(1.0)
+        assert metrics["collector/evicted_stale"] == BATCH
+        for index in ahead:
+            assert rollout.workers.prompts.count(index) == 2
+        assert len(second) == BATCH
+        stats = rollout.controller.staleness_manager.get_stats()
+        assert stats.rejected == BATCH
+
+
+def test_dynamic_batches():
+    fates = {i: "filtered" for i in (0, 1, 2, 3, 5)}
+    with Rollout(fates) as rollout:
+        batch = rollout.batch(dynamic_bs=True)
+        # the first four attempts may all be rejected: then the next batch is taken
+        assert 1 <= len(batch) <= BATCH
+        assert not set(fates) & set(indices(batch))
+        assert batch.leaves.order.num_sequence_tokens > 0
+
+
+def test_a_prompt_that_never_works_is_given_up():
+    with Rollout({0: "unreachable"}) as rollout:
+        for version in range(3):
+            rollout.batch()
+            rollout.set_version(version + 1)
+        assert rollout.workers.prompts.count(0) == MAX_TRIES
+        state = rollout.loader.state_dict()
+        assert 0 not in state["unsettled"]
+
+
+def test_prompts_follow_the_shuffle_of_their_epoch():
+    def epochs(loader, num):
+        prompts = iter(loader)
+        return [[next(prompts)[0]["index"] for _ in range(12)] for _ in range(num)]
+
+    first, second, third = epochs(prompt_loader(shuffle=True), 3)
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second != third
+    # a restart within the second epoch, with nothing in flight
+    loader = prompt_loader(shuffle=True)
+    prompts = iter(loader)
+    for _ in range(17):
+        loader.settle(next(prompts)[0])
+    again = prompt_loader(shuffle=True)
+    again.load_state_dict(loader.state_dict())
+    prompts = iter(again)
+    rest = [next(prompts)[0]["index"] for _ in range(19)]
+    assert rest == second[5:] + third
+
+
+@pytest.mark.parametrize(
+    "state, message",
+    [
+        ({"_snapshot": {}}, "another version"),
+        (
+            {
+                "format": "areal_dta.prompts/1",
+                "num_prompts": 7,
+                "next": 0,
+                "unsettled": [],
+            },
+            "7 prompts an epoch",
+        ),
+    ],
+)
+def test_a_state_of_something_else_is_refused(state, message):
+    with pytest.raises(ValueError, match=message):
+        prompt_loader().load_state_dict(state)

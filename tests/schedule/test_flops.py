@@ -1,0 +1,73 @@
+from types import SimpleNamespace
+
+import pytest
+
+from areal_dta.schedule import FlopModel, build_schedule
+from areal_dta.tree import PrefixTree
+from tests.builders import every_token, make_tree
+
+SHAPE = SimpleNamespace(
+    hidden_size=8,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=3,
+    intermediate_size=10,
+    vocab_size=50,
+)
+
+
+def test_terms_by_hand():
+    model = FlopModel.from_config(SHAPE)
+    # q and o: 8 x 12 each, k and v: 8 x 6 each, gate, up, down: 8 x 10 each
+    assert model.per_token == 2 * 2 * (2 * 96 + 2 * 48 + 3 * 80)
+    assert model.per_pair == 2 * (2 * 4 * 3 + 2 * 4 * 3)
+    assert model.per_logit_row == 2 * 8 * 50
+
+
+def test_moe_counts_active_experts_and_the_router():
+    moe = SimpleNamespace(
+        **vars(SHAPE), num_experts=16, num_experts_per_tok=2, moe_intermediate_size=5
+    )
+    dense_mlp, moe_mlp = 3 * 8 * 10, 3 * 8 * 5 * 2 + 8 * 16
+    difference = FlopModel.from_config(moe).per_token - (
+        FlopModel.from_config(SHAPE).per_token
+    )
+    assert difference == 2 * 2 * (moe_mlp - dense_mlp)
+
+
+def test_dense_and_tree_by_hand():
+    model = FlopModel(per_token=100, per_pair=10, per_logit_row=1)
+    tree = make_tree("abc", "abd")
+    dense = 6 * 100 + 2 * 6 * 10 + 6
+    everything = 4 * 100 + (1 + 2 + 3 + 3) * 10 + 4
+    # nothing is read at a leaf's last token
+    shared = 2 * 100 + (1 + 2) * 10 + 2
+    assert model.dense([3, 3], training=False) == dense
+    assert model.tree(tree, False, every_token(tree)) == everything
+    assert model.tree(tree, training=False) == shared
+    assert model.bound(tree) == dense / shared
+    assert model.tree(tree) == 3 * shared
+
+
+def test_schedule_adds_recomputation_only():
+    model = FlopModel.from_config(SHAPE)
+    tree = make_tree("abcdefgh", "abcdxyzw")
+    kept = build_schedule(tree, 3, None)
+    assert model.schedule(kept) == model.tree(tree)
+    assert model.saving(tree, kept) == model.bound(tree)
+    again = build_schedule(tree, 3, 0)
+    assert model.schedule(again) > model.tree(tree)
+
+
+def test_no_sharing_saves_nothing_and_empty_is_one():
+    model = FlopModel.from_config(SHAPE)
+    alone = make_tree("abc", "xyz")
+    assert model.bound(alone, reads=every_token(alone)) == 1.0
+    empty = PrefixTree()
+    assert model.bound(empty) == model.saving(empty, build_schedule(empty)) == 1.0
+
+
+def test_a_config_without_sizes_is_named():
+    with pytest.raises(ValueError, match="SimpleNamespace has no `hidden_size`"):
+        FlopModel.from_config(SimpleNamespace())

@@ -1,0 +1,178 @@
+"""Which trainer and which engine a configuration means, and what trainers add."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from areal.engine.fsdp_engine import (
+    FSDPDPOEngine,
+    FSDPLMEngine,
+    FSDPPPOActor,
+    FSDPPPOCritic,
+    FSDPRWEngine,
+)
+from areal.trainer.dpo_trainer import DPOTrainer
+from areal.trainer.rl_trainer import PPOTrainer
+from areal.trainer.rw_trainer import RWTrainer
+from areal.trainer.sft_trainer import SFTTrainer
+from areal.utils.timeutil import EpochStepTimeFreqCtl
+
+from areal_dta.config.schema import ALGORITHMS, KIND_OF, to_structured, train_sections
+from areal_dta.engine.choice import KINDS, engine_class
+from areal_dta.engine.dense_engines import PackedAttention
+from areal_dta.engine.dta_engine import DTAEngine
+from areal_dta.startup.compose import compose, find_config
+from areal_dta.startup.train_process import trainer_class
+from areal_dta.trainers.ppo import DTATrainer
+from areal_dta.trainers.watched import WatchedTrainer, _commits, wrapped
+
+AREAL_TRAINERS = {
+    "ppo": PPOTrainer,
+    "sft": SFTTrainer,
+    "dpo": DPOTrainer,
+    "rw": RWTrainer,
+}
+AREAL_ENGINES = {
+    "actor": FSDPPPOActor,
+    "critic": FSDPPPOCritic,
+    "lm": FSDPLMEngine,
+    "dpo": FSDPDPOEngine,
+    "rw": FSDPRWEngine,
+}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_trainers_are_areal_s_with_ours_in_front(algorithm: str) -> None:
+    cls = trainer_class(algorithm)
+    assert issubclass(cls, WatchedTrainer)
+    assert issubclass(cls, AREAL_TRAINERS[algorithm])
+    assert cls.mro().index(WatchedTrainer) < cls.mro().index(AREAL_TRAINERS[algorithm])
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_the_call_that_is_measured_is_the_controller_s(algorithm: str) -> None:
+    config = first_section(algorithm)
+    config.backend = "fsdp:d1"
+    engine = AREAL_ENGINES[KIND_OF[algorithm]]
+    controller = engine.as_controller(config, None)
+    assert callable(getattr(controller, trainer_class(algorithm).batch_call))
+
+
+def first_section(algorithm: str) -> Any:
+    name = "gsm8k_grpo" if algorithm == "ppo" else f"gsm8k_{algorithm}"
+    config = to_structured(compose(find_config(name), ["hardware=cpu"]))
+    return train_sections(config)[0].config
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines(kind: str) -> None:
+    tree = engine_class(kind, "dta", "sdpa")
+    assert issubclass(tree, DTAEngine) and issubclass(tree, AREAL_ENGINES[kind])
+    for attention in ("sdpa", "eager"):
+        dense = engine_class(kind, "fsdp", attention)
+        assert issubclass(dense, PackedAttention)
+        assert issubclass(dense, AREAL_ENGINES[kind])
+    assert engine_class(kind, "megatron", "sdpa") is None
+    # AReaL's own suffices with flash attention, except that its reward models fail and
+    # that it deals prompts in multiples of the ranks
+    with_flash = engine_class(kind, "fsdp", "flash_attention_2")
+    assert (with_flash is None) is (kind in ("lm", "dpo"))
+
+
+class Controllers:
+    """Stands for an engine class: remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+
+    def as_controller(self, config: Any, scheduler: Any) -> Any:
+        self.made.append((config, scheduler))
+        return SimpleNamespace(create_process_group=self._create)
+
+    def _create(self, parallel_strategy: Any) -> None:
+        self.made.append(parallel_strategy)
+
+
+def test_the_trainer_makes_them_by_role(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str, str]] = []
+    controllers = Controllers()
+
+    def choose(kind: str, engine: str, attn_impl: str) -> Any:
+        asked.append((kind, engine, attn_impl))
+        return controllers
+
+    monkeypatch.setattr("areal_dta.trainers.watched.engine_class", choose)
+    trainer: Any = DTATrainer.__new__(DTATrainer)
+    trainer.scheduler = "the scheduler"
+    alloc: Any = SimpleNamespace(backend="fsdp", parallel="d2")
+    section: Any = SimpleNamespace(engine="dta", attn_impl="sdpa")
+    trainer._create_train_engine(section, alloc)
+    trainer._create_critic(section, alloc)
+    assert asked == [("actor", "dta", "sdpa"), ("critic", "dta", "sdpa")]
+    assert controllers.made == [(section, "the scheduler"), "d2"] * 2
+
+
+def test_statistics_of_the_critic_are_committed_with_the_actor_s() -> None:
+    logged: list[Any] = []
+    logger = SimpleNamespace(commit=lambda *args: logged.append(args))
+    trainer: Any = DTATrainer.__new__(DTATrainer)
+    exported = {"ppo_critic/grad_norm": 1.0, "dta/sharing_ratio": 2.0}
+    trainer.critic = SimpleNamespace(_custom_function_call=lambda name: exported)
+    with _commits(logger, trainer.more_stats) as committed:
+        logger.commit(0, 1, 2, {"dta/sharing_ratio": 3.0})
+    expected = {
+        "dta/sharing_ratio": 3.0,
+        "ppo_critic/grad_norm": 1.0,
+        "critic/dta/sharing_ratio": 2.0,
+    }
+    assert logged == [(0, 1, 2, [expected])]
+    assert committed == expected
+    trainer.critic = None
+    assert trainer.more_stats() == {}
+
+
+def test_a_wrapped_method_is_put_back() -> None:
+    class Owner:
+        def double(self, x: int) -> int:
+            return 2 * x
+
+    owner = Owner()
+    with wrapped(owner, "double", lambda call: lambda x: call(x) + 1):
+        assert owner.double(3) == 7
+    assert owner.double(3) == 6
+
+
+def test_actor_and_critic_are_saved_in_the_same_steps() -> None:
+    """Each question whether it is time counts as a step in AReaL."""
+    saved: list[tuple[str, int]] = []
+    frequency = EpochStepTimeFreqCtl(freq_epoch=None, freq_step=3, freq_sec=None)
+
+    class Trainer(WatchedTrainer, _SavesTwo):
+        def __init__(self) -> None:
+            self.saver = SimpleNamespace(freq_ctl=frequency)
+            self.saved = saved
+            self.config = SimpleNamespace(
+                experiment_name="e",
+                trial_name="t",
+                cluster=SimpleNamespace(fileroot="nowhere"),
+            )
+
+    trainer = Trainer()
+    for step in range(6):
+        trainer._save_hf(0, step, step)
+    assert saved == [("actor", 2), ("critic", 2), ("actor", 5), ("critic", 5)]
+    assert "check" not in vars(frequency)
+
+
+class _SavesTwo:
+    """As AReaL's PPO trainer with a critic."""
+
+    saver: Any
+    saved: list[tuple[str, int]]
+
+    def _save_hf(self, epoch: int, epoch_step: int, global_step: int) -> None:
+        for name in ("actor", "critic"):
+            if self.saver.freq_ctl.check(epochs=0, steps=1):
+                self.saved.append((name, global_step))
