@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from areal_dta.schedule import DEFAULT_BLOCK_TOKENS
 
@@ -88,3 +88,20 @@ class DTAOptions:
             value = getattr(self, name)
             if value not in choices:
                 raise ValueError(f"dta.{name}={value}; expected {' or '.join(choices)}")
+
+
+def fuses_prox_logp(config: Any) -> bool:
+    """Return whether an actor on the tree engine can do without ``compute_logp``.
+
+    With ``dta.fuse_prox_logp=auto`` it can if the loss is the decoupled one (the
+    standard one with ``recompute_logprob`` needs the logprobs earlier, for the
+    advantages), its method recomputes them, and an update has one minibatch (a second
+    one would see changed weights). See `areal_dta.engine.loss.with_own_prox_logp`.
+    """
+    choice = getattr(getattr(config, "dta", None), "fuse_prox_logp", "auto")
+    return (
+        choice == "auto"
+        and bool(config.use_decoupled_loss)
+        and config.prox_logp_method in ("recompute", "metrics")
+        and config.ppo_n_minibatches == 1
+    )

@@ -12,8 +12,7 @@ from areal.api.cli_args import (
     TrainEngineConfig,
 )
 
-from areal_dta.config.engine_options import DTAOptions
-from areal_dta.engine.prox_logp import fuses_prox_logp
+from areal_dta.config.engine_options import DTAOptions, fuses_prox_logp
 
 
 @dataclass

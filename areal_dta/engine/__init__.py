@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from areal_dta.engine.model_checks import check_actor_config, check_model_config
-from areal_dta.engine.prox_logp import fuses_prox_logp
 
 if TYPE_CHECKING:
     from areal_dta.engine.actor import DTAPPOActor
@@ -54,7 +53,6 @@ __all__ = [
     "DenseRWEngine",
     "check_actor_config",
     "check_model_config",
-    "fuses_prox_logp",
 ]
 
 

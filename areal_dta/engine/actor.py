@@ -9,11 +9,12 @@ from typing import Any
 
 from areal.engine.fsdp_engine import FSDPPPOActor
 
+from areal_dta.config.engine_options import fuses_prox_logp
 from areal_dta.engine.algorithm_engine import AlgorithmEngine, Trajectories
 from areal_dta.engine.batch import BatchInput
 from areal_dta.engine.dta_engine import LossFn, LossWeightFn
 from areal_dta.engine.positions import Alignment, ReadRule
-from areal_dta.engine.prox_logp import fuses_prox_logp, with_own_prox_logp
+from areal_dta.engine.prox_logp import with_own_prox_logp
 from areal_dta.engine.row_dispatch import DispatchedActor
 
 

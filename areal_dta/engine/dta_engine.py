@@ -42,7 +42,6 @@ from areal_dta.engine.batch import (
     load_together,
     pad_to_labels,
 )
-from areal_dta.engine.flop_model import flop_model
 from areal_dta.engine.loss import MicroBatchLoss
 from areal_dta.engine.model_checks import (
     check_actor_config,
@@ -139,7 +138,9 @@ class DTAEngine(FSDPEngine):
             getattr(self, "optimizer", None),
         )
         try:
-            self._flop_model = flop_model(self.model_config, self.config.is_critic)
+            self._flop_model = FlopModel.from_config(
+                self.model_config, self.config.is_critic
+            )
         except ValueError as error:
             self.logger.warning(f"no dta/predicted_saving: {error}")
 

@@ -17,7 +17,6 @@ from areal.infra.rpc.rtensor import RTensor
 from numpy.typing import NDArray
 
 from areal_dta.config.schema import DTAConfig
-from areal_dta.engine.flop_model import flop_model
 from areal_dta.schedule import DEFAULT_BLOCK_TOKENS, FlopModel, Reads, build_schedule
 from areal_dta.tree import PrefixTree
 
@@ -134,7 +133,8 @@ def model_flops(model_path: str, of_scores: bool = False) -> FlopModel | None:
     from transformers import AutoConfig
 
     try:
-        return flop_model(AutoConfig.from_pretrained(model_path), of_scores)
+        model = AutoConfig.from_pretrained(model_path)
+        return FlopModel.from_config(model, is_critic=of_scores)
     except ValueError:
         return None
 

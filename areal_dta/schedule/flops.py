@@ -30,8 +30,13 @@ class FlopModel:
     """Vocabulary projection, FLOPs a position."""
 
     @classmethod
-    def from_config(cls, config: Any) -> FlopModel:
-        """From a Hugging Face config of a Llama-like decoder (MoE: active experts).
+    def from_config(cls, config: Any, is_critic: bool = False) -> FlopModel:
+        """Return the costs of a Llama-like decoder (of a mixture: its active experts).
+
+        Args:
+            config: the Hugging Face config.
+            is_critic: the model (a critic or a reward model) has a head that gives one
+                number per position in place of a vocabulary.
 
         Raises:
             ValueError: the config lacks a size; the message names it.
@@ -57,7 +62,7 @@ class FlopModel:
         return cls(
             per_token=2.0 * layers * (attention + mlp),
             per_pair=4.0 * layers * heads * head_dim,
-            per_logit_row=2.0 * hidden * size("vocab_size"),
+            per_logit_row=2.0 * hidden * (1 if is_critic else size("vocab_size")),
         )
 
     def forward(self, tokens: float, pairs: float, logit_rows: float) -> float:

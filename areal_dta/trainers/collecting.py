@@ -23,8 +23,7 @@ from areal_dta.collector.hook import Collection
 from areal_dta.collector.planned_batch import PlannedBatch
 from areal_dta.collector.planner import BatchPlanner
 from areal_dta.collector.prompt_loader import PromptLoader
-from areal_dta.engine.flop_model import flop_model
-from areal_dta.schedule import DEFAULT_BLOCK_TOKENS
+from areal_dta.schedule import DEFAULT_BLOCK_TOKENS, FlopModel
 
 logger = logging.getLogger("CollectingTrainer")
 
@@ -131,7 +130,7 @@ def _planner(config: Any) -> BatchPlanner:
     flops = None
     try:
         model = AutoConfig.from_pretrained(config.actor.path, trust_remote_code=True)
-        flops = flop_model(model, of_values=False)
+        flops = FlopModel.from_config(model)
     except ValueError as error:
         logger.warning(f"costs start from a nominal model: {error}")
     engine = getattr(config.actor, "engine", "")

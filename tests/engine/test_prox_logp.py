@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 from areal.api.cli_args import MicroBatchSpec, RejectionSamplingConfig
 
-from areal_dta.engine import DTAPPOActor, fuses_prox_logp
+from areal_dta.config.engine_options import DTAOptions, fuses_prox_logp
+from areal_dta.engine import DTAPPOActor
 from tests.engine.builders import actor_config, build_engine, gradients, relative_error
 from tests.engine.checks import FP32, assert_same_statistics
 from tests.engine.two_rank_data import trajectories
@@ -95,7 +96,6 @@ def test_conditions(tmp_path, overrides, fuses):
     assert fuses_prox_logp(actor_config(tmp_path, **overrides)) is fuses
 
 
-def test_unknown_choice(tmp_path):
-    config = actor_config(tmp_path, dta=SimpleNamespace(fuse_prox_logp="yes"))
+def test_unknown_choice():
     with pytest.raises(ValueError, match="fuse_prox_logp=yes; expected auto or false"):
-        fuses_prox_logp(config)
+        DTAOptions(fuse_prox_logp="yes")
