@@ -36,7 +36,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def clean_statistics() -> Iterator[None]:
-    """AReaL's statistics are global: leave none to the next test."""
+    """AReaL's statistics are global: start without any, and leave none."""
+    stats_tracker.export_all()
     yield
     stats_tracker.export_all()
 
