@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from areal.api.alloc_mode import ModelAllocation
-
 from areal_dta.config.errors import ConfigError, did_you_mean
 
 TRAIN_BACKENDS: Final = {
@@ -55,6 +53,8 @@ def parse_backend(spec: str, key: str, known: dict[str, str]) -> Backend:
         )
     if not separator or not strategy:
         raise ConfigError(f"{key}={spec}: no parallelism; expected e.g. {engine}:d1")
+    from areal.api.alloc_mode import ModelAllocation  # so that importing us is light
+
     areal = f"{known[engine]}:{strategy}"
     try:
         parallel = ModelAllocation.from_str(areal).parallel

@@ -3,7 +3,7 @@
 ``algorithm`` chooses the class. Additions: ``actor.dta`` (the tree engine's options; of
 every model on a training engine), ``local`` (the embedded rollout server's), ``launch``
 (time-outs), the workflow, reward and data set as import strings; and the backends
-``dta:dN`` and ``local:dN``, which AReaL does not know: `translate_backends` replaces
+``dta:dN`` and ``local:dN``, which AReaL does not know: `ResolvedRun.for_areal` replaces
 them before AReaL parses them.
 """
 
@@ -13,7 +13,7 @@ import copy
 import dataclasses
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from areal.api.cli_args import (
     DPOConfig,
@@ -27,12 +27,6 @@ from areal.api.cli_args import (
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from areal_dta.config.backends import (
-    ROLLOUT_BACKENDS,
-    TRAIN_BACKENDS,
-    Backend,
-    parse_backend,
-)
 from areal_dta.config.composed import Composed
 from areal_dta.config.engine_sections import (
     DTADPOEngineConfig,
@@ -46,8 +40,6 @@ from areal_dta.rollout_server import LocalServerConfig
 
 ALGORITHMS: Final = ("ppo", "sft", "dpo", "rw")
 """``ppo`` stands for all that learn from rollouts: GRPO, PPO, GSPO, SAPO, ..."""
-# What each trains is an engine of this kind (`areal_dta.engine.choice`).
-KIND_OF: Final = {"ppo": "actor", "sft": "lm", "dpo": "dpo", "rw": "rw"}
 # Sections that presets such as hardware=cpu also give to jobs without rollouts.
 _ROLLOUT_SECTIONS: Final = ("rollout", "gconfig", "local")
 
@@ -197,76 +189,12 @@ class DTARWConfig(JobFields, RWConfig):
 
 
 DTAConfig = DTAGRPOConfig | DTASFTConfig | DTADPOConfig | DTARWConfig
-ConfigT = TypeVar("ConfigT", DTAGRPOConfig, DTASFTConfig, DTADPOConfig, DTARWConfig)
 _CONFIG_CLASSES: Final[dict[str, type[DTAConfig]]] = {
     "ppo": DTAGRPOConfig,
     "sft": DTASFTConfig,
     "dpo": DTADPOConfig,
     "rw": DTARWConfig,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class TrainSection:
-    """One model of a run that is trained, or evaluated by a training engine."""
-
-    name: str
-    """Its place in the configuration, e.g. ``actor`` or ``teacher.train``."""
-    kind: str
-    """A key of `areal_dta.engine.choice.KINDS`."""
-    config: Any
-
-    @property
-    def backend(self) -> Backend:
-        """
-        Raises:
-            ConfigError: as `parse_backend`.
-        """
-        return parse_backend(
-            self.config.backend, f"{self.name}.backend", TRAIN_BACKENDS
-        )
-
-
-def train_sections(config: DTAConfig) -> list[TrainSection]:
-    """The sections of all models on training engines, the trained one first."""
-    kind = KIND_OF[config.algorithm]
-    sections = [TrainSection("actor", kind, config.actor)]
-    if getattr(config, "critic", None) is not None:
-        sections.append(TrainSection("critic", "critic", config.critic))
-    if uses_reference(config):
-        sections.append(TrainSection("ref", kind, config.ref))
-    teacher = getattr(config, "teacher", None)
-    if teacher is not None and teacher.engine_type == "train":
-        sections.append(TrainSection("teacher.train", kind, teacher.train))
-    return sections
-
-
-def uses_reference(config: DTAConfig) -> bool:
-    """Whether AReaL's trainer makes the reference that a configuration may have."""
-    if isinstance(config, DTAGRPOConfig):
-        return config.ref is not None and config.actor.kl_ctl > 0
-    return isinstance(config, DTADPOConfig)
-
-
-def actor_backend(config: DTAConfig) -> Backend:
-    return train_sections(config)[0].backend
-
-
-def rollout_backend(config: DTAGRPOConfig) -> Backend:
-    return parse_backend(config.rollout.backend, "rollout.backend", ROLLOUT_BACKENDS)
-
-
-def translate_backends(config: ConfigT) -> ConfigT:
-    """A copy whose backends AReaL can parse; ``engine`` keeps what was asked for."""
-    config = copy.deepcopy(config)
-    for section in train_sections(config):
-        backend = section.backend
-        section.config.engine = backend.engine
-        section.config.backend = backend.areal
-    if isinstance(config, DTAGRPOConfig):
-        backend = rollout_backend(config)
-        config.rollout.engine, config.rollout.backend = backend.engine, backend.areal
-    return config
 
 
 def config_class(composed: Composed) -> type[DTAConfig]:

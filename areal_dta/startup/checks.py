@@ -17,12 +17,10 @@ from typing import Any
 from areal_dta.config.backends import Backend
 from areal_dta.config.composed import Composed
 from areal_dta.config.errors import ConfigError, did_you_mean, one_line
+from areal_dta.config.resolved import ResolvedRun, Section
 from areal_dta.config.schema import (
     DTAConfig,
     DTAGRPOConfig,
-    TrainSection,
-    rollout_backend,
-    train_sections,
 )
 from areal_dta.engine.choice import PAIR_KINDS, VALUE_KINDS, engine_class
 from areal_dta.startup.hardware import detect_hardware, num_gpus
@@ -40,7 +38,7 @@ SCHEDULERS = ("local", "ray", "slurm")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
-def check_config(config: DTAConfig, composed: Composed) -> list[str]:
+def check_config(run: ResolvedRun, composed: Composed) -> list[str]:
     """Run all checks; cheap ones first.
 
     Returns:
@@ -49,15 +47,15 @@ def check_config(config: DTAConfig, composed: Composed) -> list[str]:
     Raises:
         ConfigError: the first thing that cannot work.
     """
+    config, sections = run.config, run.models
     check_names(config)
-    sections = train_sections(config)
-    rollout = rollout_backend(config) if isinstance(config, DTAGRPOConfig) else None
+    rollout = run.rollout.backend if run.rollout is not None else None
     check_hardware(config, composed, sections, rollout)
     if isinstance(config, DTAGRPOConfig):
         assert rollout is not None
         check_rollout(config, rollout)
         check_group_norms(config)
-        check_teacher(config)
+        check_teacher(run)
         check_agent(config)
     check_steps(config)
     messages = []
@@ -72,7 +70,7 @@ def check_config(config: DTAConfig, composed: Composed) -> list[str]:
     for section in sections:
         check_model_path(section.config.path, f"{section.name}.path")
         check_experts(section)
-    return messages + gpu_note(sections, rollout)
+    return messages + gpu_note(run)
 
 
 def check_names(config: DTAConfig) -> None:
@@ -99,7 +97,7 @@ def check_names(config: DTAConfig) -> None:
 def check_hardware(
     config: DTAConfig,
     composed: Composed,
-    sections: Sequence[TrainSection],
+    sections: Sequence[Section],
     rollout: Backend | None,
 ) -> None:
     gpus = num_gpus()
@@ -135,7 +133,7 @@ def check_hardware(
         )
 
 
-def check_batch(config: DTAConfig, section: TrainSection) -> None:
+def check_batch(config: DTAConfig, section: Section) -> None:
     # With our engines sequences are dealt to trainers, whatever the number of prompts.
     batch, backend = config.train_dataset.batch_size, section.backend
     dp = backend.dp_size
@@ -157,7 +155,7 @@ def check_steps(config: DTAConfig) -> None:
         )
 
 
-def check_kind(section: TrainSection) -> None:
+def check_kind(section: Section) -> None:
     """Settings that an algorithm needs whatever the engine."""
     name, config = section.name, section.config
     wanted = section.kind in VALUE_KINDS
@@ -179,7 +177,7 @@ def check_kind(section: TrainSection) -> None:
         )
 
 
-def check_engine(section: TrainSection) -> list[str]:
+def check_engine(section: Section) -> list[str]:
     name, config, engine = section.name, section.config, section.backend.engine
     if engine == "dta":
         from areal_dta.engine import check_actor_config
@@ -197,7 +195,7 @@ def check_engine(section: TrainSection) -> list[str]:
     return []
 
 
-def check_experts(section: TrainSection) -> None:
+def check_experts(section: Section) -> None:
     """`dta.router_load` counts experts, so there have to be some."""
     from transformers import AutoConfig
 
@@ -274,11 +272,11 @@ def num_steps(config: DTAConfig, num_rows: int) -> int:
     return min(steps, config.total_train_steps or steps)
 
 
-def gpu_note(sections: Sequence[TrainSection], rollout: Backend | None) -> list[str]:
+def gpu_note(run: ResolvedRun) -> list[str]:
     """What the user should know about GPUs shared by training and rollouts."""
     gpus = num_gpus()
-    wanted = sum(section.backend.num_ranks for section in sections)
-    wanted += rollout.num_ranks if rollout is not None else 0
+    wanted = sum(section.backend.num_ranks for section in run.models)
+    wanted += run.rollout.backend.num_ranks if run.rollout is not None else 0
     if 0 < gpus < wanted:
         return [f"{wanted} processes share {gpus} GPUs"]
     return []

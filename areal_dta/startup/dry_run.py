@@ -14,13 +14,10 @@ from areal.trainer.dpo_trainer import dpo_modeling_collate_fn
 from areal.trainer.rw_trainer import rw_modeling_collate_fn
 from areal.utils.data import collate_samples_to_list
 
-from areal_dta.config.backends import Backend
+from areal_dta.config.resolved import Section
 from areal_dta.config.schema import (
     DTAConfig,
     DTAGRPOConfig,
-    actor_backend,
-    rollout_backend,
-    train_sections,
 )
 from areal_dta.report.batch_sharing import batch_meter
 from areal_dta.startup.prepare import Job
@@ -99,14 +96,13 @@ def num_parameters(model_path: str) -> int | None:
 def plan_text(job: Job) -> str:
     """The plan, one aligned line an item."""
     config = job.config
-    lines = {"training": _training(config.actor, actor_backend(config))}
-    for section in train_sections(config)[1:]:
-        lines[section.name.removesuffix(".train")] = _training(
-            section.config, section.backend
-        )
+    lines = {"training": _training(job.run.actor)}
+    for section in job.run.models[1:]:
+        lines[section.name.removesuffix(".train")] = _training(section)
     if isinstance(config, DTAGRPOConfig):
+        assert job.run.rollout is not None
         lines |= {
-            "rollouts": _rollouts(config),
+            "rollouts": _rollouts(job.run.rollout),
             "model": _model(config),
             "data": f"{config.train_dataset.path}, {len(job.train_dataset):,} prompts",
             "steps": f"{job.num_steps} of {config.train_dataset.batch_size} prompts x "
@@ -153,10 +149,11 @@ def _first_batch(job: Job) -> dict[str, str]:
     return lines
 
 
-def _training(section: Any, backend: Backend) -> str:
+def _training(section: Section) -> str:
+    backend = section.backend
     text = f"{_ENGINES[backend.engine]} on {_processes(backend.num_ranks)}"
     if backend.engine == "dta":
-        options = section.dta
+        options = section.config.dta
         kept = f"graphs of {options.retain_tokens} tokens kept"
         if options.retain_tokens is None:
             kept = "all graphs kept"
@@ -171,9 +168,9 @@ def _training(section: Any, backend: Backend) -> str:
     return text
 
 
-def _rollouts(config: DTAGRPOConfig) -> str:
-    backend = rollout_backend(config)
-    age = config.rollout.max_head_offpolicyness
+def _rollouts(rollout: Section) -> str:
+    backend = rollout.backend
+    age = rollout.config.max_head_offpolicyness
     versions = "version" if age == 1 else "versions"
     return (
         f"{_ENGINES[backend.engine]} on {_processes(backend.num_ranks)}, "

@@ -14,6 +14,7 @@ from areal_dta.startup.compose import compose, find_config, run_dir
 from areal_dta.startup.hardware import detect_hardware
 
 if TYPE_CHECKING:
+    from areal_dta.config.resolved import ResolvedRun
     from areal_dta.config.schema import DTAConfig
 
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 class Job:
     """A checked configuration with its data, ready to start."""
 
-    config: DTAConfig
+    run: ResolvedRun
     composed: Composed
     tokenizer: Any
     train_dataset: Any
@@ -29,6 +30,10 @@ class Job:
     num_steps: int
     notes: tuple[str, ...]
     """For the user: what was chosen, and what was switched off."""
+
+    @property
+    def config(self) -> DTAConfig:
+        return self.run.config
 
     @property
     def run_dir(self) -> Path:
@@ -54,14 +59,16 @@ def prepare(config_name: str, overrides: Sequence[str]) -> Job:
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also where there is a GPU
 
+    from areal_dta.config.resolved import resolve
     from areal_dta.config.schema import to_structured
     from areal_dta.startup.checks import check_config, num_steps
 
-    config = to_structured(composed)
-    notes += check_config(config, composed)
+    run = resolve(to_structured(composed))
+    config = run.config
+    notes += check_config(run, composed)
     tokenizer, train, valid = _load_data(config)
     return Job(
-        config=config,
+        run=run,
         composed=composed,
         tokenizer=tokenizer,
         train_dataset=train,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from areal_dta.config.backends import TEACHER_BACKENDS, Backend, parse_backend
+from areal_dta.config.backends import Backend
 from areal_dta.config.errors import ConfigError, one_line
-from areal_dta.config.schema import DTAGRPOConfig, uses_reference
+from areal_dta.config.resolved import ResolvedRun
+from areal_dta.config.schema import DTAGRPOConfig
 
 
 def check_rollout(config: DTAGRPOConfig, rollout: Backend) -> None:
@@ -69,26 +70,16 @@ def check_reference(config: DTAGRPOConfig) -> list[str]:
             f"actor.kl_ctl={config.actor.kl_ctl} needs a reference; "
             "add the section ref, or use actor.kl_ctl=0"
         )
-    if config.ref is not None and not uses_reference(config):
+    if config.ref is not None and config.actor.kl_ctl <= 0:
         return ["ref: not used, since actor.kl_ctl=0"]
     return []
 
 
-def check_teacher(config: DTAGRPOConfig) -> None:
-    teacher = config.teacher
-    if teacher is None or teacher.engine_type != "rollout":
-        return
-    assert teacher.rollout is not None  # AReaL's own check
-    spec = teacher.rollout.backend
-    if spec.partition(":")[0] == "local":
+def check_teacher(run: ResolvedRun) -> None:
+    teacher = run.teacher
+    if teacher is not None and find_spec(teacher.backend.engine) is None:
+        engine = teacher.backend.engine
         raise ConfigError(
-            f"teacher.rollout.backend={spec}: the embedded server does not score "
-            "given tokens; use sglang:dN, or teacher.engine_type=train with "
-            "teacher.train.backend=dta:d1"
-        )
-    backend = parse_backend(spec, "teacher.rollout.backend", TEACHER_BACKENDS)
-    if find_spec(backend.engine) is None:
-        raise ConfigError(
-            f"teacher.rollout.backend={spec}, but {backend.engine} is not installed; "
-            f"pip install {backend.engine}, or use teacher.engine_type=train"
+            f"teacher.rollout.backend={teacher.config.backend}, but {engine} is not "
+            f"installed; pip install {engine}, or use teacher.engine_type=train"
         )

@@ -31,7 +31,7 @@ class Stopped(KeyboardInterrupt):
 
 def run(job: Job, events: EventWriter) -> None:
     """Train, and send what happens."""
-    from areal_dta.config.schema import DTAGRPOConfig, train_sections
+    from areal_dta.config.schema import DTAGRPOConfig
     from areal_dta.report.batch_sharing import batch_meter
 
     config = job.config
@@ -50,12 +50,11 @@ def run(job: Job, events: EventWriter) -> None:
         assert main_thread is not None
         signal.pthread_kill(main_thread, signal.SIGTERM)
 
-    backends = [section.config.backend for section in train_sections(config)]
-    if isinstance(config, DTAGRPOConfig):
-        backends.append(config.rollout.backend)
+    sections = [*job.run.models, *([job.run.rollout] if job.run.rollout else [])]
+    backends = [section.config.backend for section in sections]
     events.send("status", text=f"starting {', '.join(backends)}")
     trainer = trainer_class(config.algorithm)(
-        config,
+        job.run,
         job.train_dataset,
         job.valid_dataset,
         on_step=on_step,

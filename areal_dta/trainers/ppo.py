@@ -17,6 +17,7 @@ from areal.trainer.rl_trainer import PPOTrainer
 
 from areal_dta.areal_fixes import agent_proxy as proxy
 from areal_dta.areal_fixes.weight_sync import load_when_saved
+from areal_dta.config.resolved import ResolvedRun
 from areal_dta.config.schema import DTAGRPOConfig, DTAPPOActorConfig, DTAPPOCriticConfig
 from areal_dta.report.logprob_gap import LogprobGap, logprob_gap
 from areal_dta.trainers.collecting import CollectingTrainer
@@ -35,8 +36,8 @@ class DTATrainer(CollectingTrainer, WatchedTrainer, PPOTrainer):
     teacher: Any
     _logprob_gap: LogprobGap | None = None
 
-    def __init__(self, config: DTAGRPOConfig, *args: Any, **kwargs: Any) -> None:
-        super().__init__(_with_secret_key(config), *args, **kwargs)
+    def __init__(self, run: ResolvedRun, *args: Any, **kwargs: Any) -> None:
+        super().__init__(_with_secret_key(run), *args, **kwargs)
 
     def train(self, workflow: Any = None, *args: Any, **kwargs: Any) -> None:
         if workflow is not None and self._requires_proxy_workflow(workflow):
@@ -148,10 +149,11 @@ class DTATrainer(CollectingTrainer, WatchedTrainer, PPOTrainer):
         return measured
 
 
-def _with_secret_key(config: DTAGRPOConfig) -> DTAGRPOConfig:
-    """A copy whose agent proxy has a key of its own: AReaL's default is public."""
-    config = deepcopy(config)
-    agent = config.rollout.agent
+def _with_secret_key(run: ResolvedRun) -> ResolvedRun:
+    """Return a copy whose agent proxy has its own key: AReaL's default is public."""
+    run = deepcopy(run)
+    assert run.rollout is not None
+    agent = run.rollout.config.agent
     if agent.admin_api_key == AgentConfig.admin_api_key:
         agent.admin_api_key = secrets.token_urlsafe(32)
-    return config
+    return run

@@ -18,13 +18,8 @@ from areal.utils.environ import is_single_controller
 from areal.utils.saver import Saver
 
 from areal_dta.areal_fixes.loopback import LOOPBACK_ENV, use_loopback
-from areal_dta.config.schema import (
-    DTAConfig,
-    DTAGRPOConfig,
-    rollout_backend,
-    train_sections,
-)
-from areal_dta.config.schema import translate_backends as translate
+from areal_dta.config.resolved import ResolvedRun
+from areal_dta.config.schema import DTAConfig
 from areal_dta.engine.choice import engine_class
 from areal_dta.processes.liveness import (
     LivenessMonitor,
@@ -71,7 +66,7 @@ class WatchedTrainer:
 
     def __init__(
         self,
-        config: DTAConfig,
+        run: ResolvedRun,
         train_dataset: Dataset | None = None,
         valid_dataset: Dataset | None = None,
         *,
@@ -92,10 +87,11 @@ class WatchedTrainer:
         self._step_started = time.monotonic()
         self._undo_loopback: Callable[[], None] | None = None
         self._stop_ray: Callable[[], None] | None = None
-        config = translate(config)
+        self.run = run.for_areal()
+        config = self.run.config
         if config.launch.loopback and config.scheduler.type == "local":
             self._undo_loopback = use_loopback()
-            _listen_on_loopback(config)
+            _listen_on_loopback(self.run)
         _start_name_service(config)
         areal: Any = super()
         try:
@@ -151,7 +147,7 @@ class WatchedTrainer:
 
     def _init_scheduler(self) -> Scheduler:
         if self.config.scheduler.type == "ray":
-            num_cpus = _required_cpus(self.config)
+            num_cpus = _required_cpus(self.run)
             self._stop_ray = start_ray(num_cpus, self.config.launch.loopback)
             return RayScheduler(
                 exp_config=self.config,
@@ -297,16 +293,12 @@ def _commits(
         stats_logger.commit = commit
 
 
-def _required_cpus(config: DTAConfig) -> int:
-    """Of all workers, as AReaL asks Ray for them."""
-    pools = [(s.backend.num_ranks, s.config) for s in train_sections(config)]
-    if isinstance(config, DTAGRPOConfig):
-        pools.append((rollout_backend(config).num_ranks, config.rollout))
-        teacher = config.teacher
-        if teacher is not None and teacher.rollout is not None:
-            alloc = ModelAllocation.from_str(teacher.rollout.backend, name="teacher")
-            pools.append((alloc.parallel.world_size, teacher.rollout))
-    return sum(num * pool.scheduling_spec[0].cpu for num, pool in pools)
+def _required_cpus(run: ResolvedRun) -> int:
+    """Return the number of CPUs of all workers, as AReaL asks Ray for them."""
+    return sum(
+        pool.backend.num_ranks * pool.config.scheduling_spec[0].cpu
+        for pool in run.worker_pools
+    )
 
 
 def _start_name_service(config: DTAConfig) -> None:
@@ -317,14 +309,9 @@ def _start_name_service(config: DTAConfig) -> None:
     name_resolve.clear_subtree(trial)
 
 
-def _listen_on_loopback(config: DTAConfig) -> None:
-    sections: list[Any] = [section.config for section in train_sections(config)]
-    if isinstance(config, DTAGRPOConfig):
-        sections.append(config.rollout)
-        if config.teacher is not None and config.teacher.rollout is not None:
-            sections.append(config.teacher.rollout)
-    for section in sections:
-        for spec in section.scheduling_spec:
+def _listen_on_loopback(run: ResolvedRun) -> None:
+    for pool in run.worker_pools:
+        for spec in pool.config.scheduling_spec:
             if spec.cmd == AREAL_WORKER:
                 spec.cmd = LOOPBACK_WORKER
             spec.env_vars = {**LOOPBACK_ENV, **spec.env_vars}

@@ -10,12 +10,8 @@ from omegaconf import OmegaConf
 
 from areal_dta.config.backends import ROLLOUT_BACKENDS, TRAIN_BACKENDS, parse_backend
 from areal_dta.config.errors import ConfigError
-from areal_dta.config.schema import (
-    DTAGRPOConfig,
-    to_structured,
-    train_sections,
-    translate_backends,
-)
+from areal_dta.config.resolved import resolve
+from areal_dta.config.schema import DTAGRPOConfig, to_structured
 from areal_dta.startup.compose import compose, find_config, project_config_dir
 from areal_dta.startup.train_process import save_config
 
@@ -47,7 +43,7 @@ def test_every_yaml_fits_the_schema(name: str, hardware: str, model: str) -> Non
     assert config.actor.path
     assert config.tokenizer_path == config.actor.path
     assert config.actor.dtype == {"cpu": "float32", "gpu": "bfloat16"}[hardware]
-    for section in train_sections(config):
+    for section in resolve(config).models:
         assert section.config.dtype == config.actor.dtype
         assert section.config.scheduling_spec == config.actor.scheduling_spec
         assert section.config.disable_dropout
@@ -97,9 +93,9 @@ def test_the_dense_twins_of_other_algorithms_differ_in_one_line(name: str) -> No
 )
 def test_models_on_training_engines(name: str, sections: dict[str, str]) -> None:
     config = load(name=name)
-    assert {s.name: s.kind for s in train_sections(config)} == sections
-    translated = translate_backends(config)
-    for section in train_sections(translated):
+    run = resolve(config)
+    assert {s.name: s.kind for s in run.models} == sections
+    for section in run.for_areal().models:
         assert (section.config.engine, section.config.backend) == ("dta", "fsdp:d1")
 
 
@@ -108,8 +104,9 @@ def test_a_teacher_is_one_of_them() -> None:
         "+teacher={engine_type: train, train: {backend: 'dta:d2', experiment_name: e, "
         "trial_name: t, path: p}}"
     )
-    assert [s.name for s in train_sections(config)] == ["actor", "teacher.train"]
-    assert translate_backends(config).teacher.train.backend == "fsdp:d2"
+    run = resolve(config)
+    assert [s.name for s in run.models] == ["actor", "teacher.train"]
+    assert run.for_areal().config.teacher.train.backend == "fsdp:d2"
 
 
 def test_presets_for_rollouts_do_not_reach_jobs_without_any() -> None:
@@ -195,7 +192,9 @@ def test_bad_backends(spec: str, message: str) -> None:
 
 def test_translation_leaves_the_original_alone() -> None:
     config = load("actor.backend=dta:d2")
-    translated = translate_backends(config)
+    run = resolve(config).for_areal()
+    translated: Any = run.config
+    assert run.actor.config is translated.actor
     assert (translated.actor.backend, translated.actor.engine) == ("fsdp:d2", "dta")
     assert (translated.rollout.backend, translated.rollout.engine) == (
         "sglang:d1",

@@ -5,7 +5,8 @@ from importlib.util import find_spec
 import pytest
 
 from areal_dta.config.errors import ConfigError
-from areal_dta.config.schema import DTAGRPOConfig, actor_backend, to_structured
+from areal_dta.config.resolved import resolve
+from areal_dta.config.schema import DTAGRPOConfig, to_structured
 from areal_dta.startup.compose import compose, find_config
 from areal_dta.startup.rollout_checks import check_agent, check_group_norms
 from recipes.gsm8k_calculator.agent import CalculatorAgent
@@ -31,10 +32,10 @@ def test_a_tau2_configuration_and_its_dense_twin(name):
     assert isinstance(config, Tau2Config)
     config.tau2.validate()
     assert config.tau2.domain == config.train_dataset.path == domain
-    backend = actor_backend(config)
+    backend = resolve(config).actor.backend
     assert backend.engine == "dta"
     twin = load(name, *overrides, f"actor.backend=fsdp:d{backend.num_ranks}")
-    assert actor_backend(twin).engine == "fsdp"
+    assert resolve(twin).actor.backend.engine == "fsdp"
     assert config.train_dataset.batch_size % backend.dp_size == 0
     check_group_norms(config)
 

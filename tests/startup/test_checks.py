@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from areal_dta.config.composed import Composed
 from areal_dta.config.errors import ConfigError
-from areal_dta.config.schema import rollout_backend, to_structured, train_sections
+from areal_dta.config.resolved import ResolvedRun, resolve
+from areal_dta.config.schema import to_structured
 from areal_dta.startup import checks as preflight
 from areal_dta.startup import hardware
 from areal_dta.startup import rollout_checks as preflight_rollout
@@ -22,9 +22,9 @@ from areal_dta.startup.hardware import detect_hardware
 REPOSITORY = Path(__file__).parents[2]
 
 
-def load(*overrides: str, name: str = "gsm8k_grpo") -> tuple[Any, Composed]:
+def load(*overrides: str, name: str = "gsm8k_grpo") -> tuple[ResolvedRun, Composed]:
     composed = compose(find_config(name), ["hardware=cpu", *overrides])
-    return to_structured(composed), composed
+    return resolve(to_structured(composed)), composed
 
 
 def check(*overrides: str, name: str = "gsm8k_grpo") -> list[str]:
@@ -196,8 +196,7 @@ class TestHardware:
             check("hardware=gpu", "actor.backend=dta:d2")
 
     def test_sharing_gpus_is_told(self, one_gpu: None) -> None:
-        config, _ = load("hardware=gpu")
-        note = preflight.gpu_note(train_sections(config), rollout_backend(config))
+        note = preflight.gpu_note(load("hardware=gpu")[0])
         assert note == ["2 processes share 1 GPUs"]
 
     def test_rollout_server_that_is_not_installed(
@@ -221,13 +220,13 @@ class TestHardware:
     ],
 )
 def test_number_of_steps(prompts: int, overrides: list[str], steps: int) -> None:
-    config, _ = load("train_dataset.batch_size=16", *overrides)
-    assert num_steps(config, prompts) == steps
+    run, _ = load("train_dataset.batch_size=16", *overrides)
+    assert num_steps(run.config, prompts) == steps
 
 
 def test_too_few_prompts() -> None:
     with pytest.raises(ConfigError, match="holds 15 prompts, fewer than one batch"):
-        num_steps(load()[0], 15)
+        num_steps(load()[0].config, 15)
 
 
 def test_load_object() -> None:

@@ -19,7 +19,8 @@ from areal.trainer.rw_trainer import RWTrainer
 from areal.trainer.sft_trainer import SFTTrainer
 from areal.utils.timeutil import EpochStepTimeFreqCtl
 
-from areal_dta.config.schema import ALGORITHMS, KIND_OF, to_structured, train_sections
+from areal_dta.config.resolved import KIND_OF
+from areal_dta.config.schema import ALGORITHMS, to_structured
 from areal_dta.engine.choice import KINDS, engine_class
 from areal_dta.engine.dense_engines import PackedAttention
 from areal_dta.engine.dta_engine import DTAEngine
@@ -62,8 +63,7 @@ def test_the_call_that_is_measured_is_the_controller_s(algorithm: str) -> None:
 
 def first_section(algorithm: str) -> Any:
     name = "gsm8k_grpo" if algorithm == "ppo" else f"gsm8k_{algorithm}"
-    config = to_structured(compose(find_config(name), ["hardware=cpu"]))
-    return train_sections(config)[0].config
+    return to_structured(compose(find_config(name), ["hardware=cpu"])).actor
 
 
 @pytest.mark.parametrize("kind", KINDS)
