@@ -19,8 +19,7 @@ import torch
 import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor
-from areal_dta.executor import oracle as reference
+from areal_dta.executor import ExecutorConfig, TreeExecutor, oracle
 from areal_dta.schedule import FlopModel
 from areal_dta.tree import PrefixTree
 
@@ -86,7 +85,7 @@ def main() -> None:
         return timed
 
     dense = median_seconds(
-        run("dense", lambda: reference.forward_backward(model, batch, loss)),
+        run("dense", lambda: oracle.forward_backward(model, batch, loss)),
         args.repeats,
     )
     ours = median_seconds(

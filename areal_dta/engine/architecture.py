@@ -10,7 +10,7 @@ from areal.api.cli_args import TrainEngineConfig
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from areal_dta.executor import check_model_supported
-from areal_dta.executor.router_load import RouterLoad
+from areal_dta.executor.telemetry import RouterLoad
 from areal_dta.tree import PrefixTree
 
 

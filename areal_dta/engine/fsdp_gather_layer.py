@@ -38,13 +38,13 @@ from areal_dta.engine.fsdp_gather_step import (
     forget_order,
     raise_if_any_failed,
 )
-from areal_dta.executor.pacing import IdleCall
+from areal_dta.executor.block import IdleCall
 from areal_dta.schedule import Round, Schedule, merge_rounds, operations
 from areal_dta.schedule.rounds import BACKWARD, FORWARD
 
 
 class LockStep:
-    """The pace (`executor.pacing.Pace`) of a model sharded by FSDP2.
+    """The pace (`executor.block.Pace`) of a model sharded by FSDP2.
 
     Args:
         model: wrapped by ``fully_shard``, as are its layers.

@@ -25,8 +25,8 @@ from areal_dta.engine.fsdp_gather_step import forget, forward_pass, training_pas
 from areal_dta.engine.statistics import LossStatistics
 from areal_dta.executor import GroupLoss, Positions, TreeExecutor
 from areal_dta.executor.memory_budget import (
-    LARGEST_BLOCK,
-    SMALLEST_BLOCK,
+    MAX_BLOCK_TOKENS,
+    MIN_BLOCK_TOKENS,
     choose_budgets,
     halved,
     is_out_of_memory,
@@ -178,7 +178,7 @@ class TreeRunner:
             return
         executor = self.executor
         device = next(executor.model.parameters()).device
-        largest, smallest = LARGEST_BLOCK.get(device.type, 512), SMALLEST_BLOCK
+        largest, smallest = MAX_BLOCK_TOKENS.get(device.type, 512), MIN_BLOCK_TOKENS
         if not self._chooses_block:
             largest = smallest = executor.config.block_tokens
         num_processes = dist.get_world_size(self._group)

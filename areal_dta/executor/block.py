@@ -1,13 +1,22 @@
-"""One block: one call of the model on some segments behind their path."""
+"""When the model is called: at will, or in step with other ranks.
+
+A traversal asks its *pace* before each forward and has it run each backward. Models
+whose parameters come and go around every call (sharded over ranks, gathered by
+collectives) need all ranks to call them the same number of times in the same order;
+their pace lives with the code that shards them. Here is the pace of a model that is
+simply there.
+
+One block: one call of the model on some segments behind their path.
+"""
 
 # S = block tokens, K = key/value heads, H = head dim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +27,57 @@ from areal_dta.executor.block_layout import BlockLayout, TreeTensors, lay_out
 from areal_dta.executor.kernels import Mask
 from areal_dta.executor.kv_cache import PathCache
 from areal_dta.executor.outputs import OutputHead
-from areal_dta.executor.router_load import RouterLoad
-from areal_dta.schedule import cut_tree
+from areal_dta.executor.telemetry import RouterLoad
+from areal_dta.schedule import Schedule, cut_tree
 from areal_dta.tree import PrefixTree
+
+IdleCall = Callable[[], Sequence[Tensor]]
+"""Runs the model on one token that belongs to nothing; returns outputs with a graph."""
+
+
+class Pace(Protocol):
+    @property
+    def calls_when_empty(self) -> bool:
+        """Whether the model may be called although there is nothing to compute."""
+        ...
+
+    @property
+    def waits_for_others(self) -> bool:
+        """Whether a block's seconds hold those of other ranks."""
+        ...
+
+    def traversal(
+        self, schedule: Schedule, idle_call: IdleCall
+    ) -> AbstractContextManager[None]:
+        """Around all steps of a traversal."""
+        ...
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Around each forward: one for each step that computes something."""
+        ...
+
+    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Take ``roots`` (maybe none) backward: once an exit when training."""
+        ...
+
+
+class FreePace:
+    """Calls the model at will."""
+
+    calls_when_empty = False
+    waits_for_others = False
+
+    def traversal(
+        self, schedule: Schedule, idle_call: IdleCall
+    ) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def forward(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        if roots:
+            torch.autograd.backward(roots, grads)
 
 
 @dataclass(slots=True)
@@ -44,13 +101,13 @@ class BlockRunner:
         head: OutputHead,
         tensors: TreeTensors,
         path: PathCache,
-        attention_backend: str,
+        kernel: str,
         router_load: RouterLoad | None = None,
     ) -> None:
         self._router_load = router_load
         self._model, self._head = model, head
         self._tensors, self._path = tensors, path
-        self._attention_backend = attention_backend
+        self._kernel = kernel
 
     def run(
         self, path_tokens: int, segments: Sequence[int], keep_kv: bool
@@ -66,7 +123,7 @@ class BlockRunner:
             path_tokens=path_tokens,
             depth_S=self._on_device(layout.depth_S),
             mask=Mask(layout.shape),
-            backend_name=self._attention_backend,
+            kernel_name=self._kernel,
             keep_kv=keep_kv,
         )
         token_S = self._on_device(layout.token_S)
@@ -101,9 +158,7 @@ class BlockRunner:
         return torch.from_numpy(array).to(self._tensors.tokens.device)
 
 
-def idle_outputs(
-    model: PreTrainedModel, head: OutputHead, attention_backend: str
-) -> list[Tensor]:
+def idle_outputs(model: PreTrainedModel, head: OutputHead, kernel: str) -> list[Tensor]:
     """Run the model on one token that belongs to nothing, through the same head."""
     tree = PrefixTree.from_sequences([[0, 0]])
     cut = cut_tree(tree, block_tokens=2)
@@ -114,6 +169,6 @@ def idle_outputs(
         head,
         TreeTensors.of(tree, cut, device),
         PathCache(num_layers, 0, with_grad=False),
-        attention_backend,
+        kernel,
     )
     return runner.run(0, cut.fragments[0].segments, keep_kv=False).outputs

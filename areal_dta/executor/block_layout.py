@@ -1,19 +1,204 @@
-"""Where everything of a block lies: positions, rows, edges, and who sees whom."""
+"""Who sees whom inside a block, without a matrix until somebody needs one.
 
+A block holds segments in depth-first order, so a segment's descendants lie behind it
+in one piece: a query sees a key iff the key comes first and the query is not behind
+the key's last descendant. From that follow the three forms that backends want:
+
+  * ``visible``: the whole matrix, for the reference;
+  * ``tiles``: few calls over little more than the visible pairs, for kernels that
+    compute what a mask hides (CPU flash does, even under ``is_causal``);
+  * ``levels``: no mask at all, for kernels with variable lengths: each run with
+    itself, and the descendants of a run with the run, one call a depth.
+
+Where everything of a block lies: positions, rows, edges, and who sees whom.
+"""
+
+# S = block tokens, Q = queries of a tile, T = its keys
 # S = block tokens, R = rows (positions that are read), E = edges (labels)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from areal_dta.executor.block_shape import BlockShape
 from areal_dta.schedule import Fragmentation, Segment
 from areal_dta.tree import PrefixTree
+
+Range = tuple[int, int]
+
+_ATOM_TOKENS = 64
+_CALL_PAIRS = 4096
+"""What one more call costs, in query-key pairs: 64 x 64, measured on a CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Neighbouring queries and the keys that any of them sees."""
+
+    queries: Range
+    keys: tuple[Range, ...]
+    visible_QT: np.ndarray | None
+    """bool over ``keys`` laid end to end; None: every query sees every key."""
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs that a kernel computes for it."""
+        return _num_tokens([self.queries]) * _num_tokens(self.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Disjoint pairs of ranges; all queries of a pair see all its keys."""
+
+    queries: tuple[Range, ...]
+    keys: tuple[Range, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Segments one behind the other without a branch between them."""
+
+    start: int
+    end: int
+    last: int
+    """One behind its last descendant."""
+    parent: int
+
+
+class BlockShape:
+    """Of the segments of one block.
+
+    Args:
+        lengths: tokens of each segment, in depth-first order, each at least 1.
+        parents: for each the index of the segment above it, -1 if that lies outside.
+    """
+
+    def __init__(self, lengths: Sequence[int], parents: Sequence[int]) -> None:
+        self.num_tokens = sum(lengths)
+        self._runs = _runs(lengths, parents)
+        self.is_chain = len(self._runs) == 1
+
+    @cached_property
+    def _last_S(self) -> np.ndarray:
+        """For each token one behind its last descendant."""
+        last = np.empty(self.num_tokens, np.int64)
+        for run in self._runs:
+            last[run.start : run.end] = run.last
+        return last
+
+    @cached_property
+    def visible(self) -> np.ndarray:
+        """bool [S, S]: row sees column."""
+        return self._visible((0, self.num_tokens), [(0, self.num_tokens)])
+
+    @cached_property
+    def run_ranges(self) -> tuple[Range, ...]:
+        """Each is causal within itself; together they cover the block."""
+        return tuple((run.start, run.end) for run in self._runs)
+
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """What is visible beside the runs themselves."""
+        depth: list[int] = []
+        by_depth: list[list[_Run]] = []
+        for run in self._runs:
+            depth.append(depth[run.parent] + 1 if run.parent >= 0 else 0)
+            if run.last > run.end:
+                while len(by_depth) <= depth[-1]:
+                    by_depth.append([])
+                by_depth[depth[-1]].append(run)
+        return tuple(
+            Level(
+                queries=tuple((run.end, run.last) for run in runs),
+                keys=tuple((run.start, run.end) for run in runs),
+            )
+            for runs in by_depth
+        )
+
+    @cached_property
+    def tiles(self) -> tuple[Tile, ...]:
+        """Queries in order, each in one tile.
+
+        Greedy: a tile takes in the next few queries while the pairs that this adds
+        cost less than another call.
+        """
+        chosen: list[tuple[Range, list[Range]]] = []
+        for queries, keys in self._atoms():
+            if chosen:
+                (start, end), before = chosen[-1]
+                both = _union([*before, *keys])
+                merged = (queries[1] - start) * _num_tokens(both)
+                apart = (end - start) * _num_tokens(before) + _CALL_PAIRS
+                apart += (queries[1] - queries[0]) * _num_tokens(keys)
+                if merged <= apart:
+                    chosen[-1] = (start, queries[1]), both
+                    continue
+            chosen.append((queries, keys))
+        return tuple(self._tile(queries, keys) for queries, keys in chosen)
+
+    def _atoms(self) -> Iterable[tuple[Range, list[Range]]]:
+        """Small pieces of runs, and the keys that their queries see."""
+        above: list[list[Range]] = []  # per run: itself and its ancestors
+        for run in self._runs:
+            ancestors = above[run.parent] if run.parent >= 0 else []
+            above.append(_union([*ancestors, (run.start, run.end)]))
+            for start in range(run.start, run.end, _ATOM_TOKENS):
+                end = min(start + _ATOM_TOKENS, run.end)
+                yield (start, end), _union([*ancestors, (run.start, end)])
+
+    def _tile(self, queries: Range, keys: list[Range]) -> Tile:
+        visible = self._visible(queries, keys)
+        return Tile(queries, tuple(keys), None if visible.all() else visible)
+
+    def _visible(self, queries: Range, keys: Iterable[Range]) -> np.ndarray:
+        at_Q1 = np.arange(*queries)[:, None]
+        at_T = np.concatenate([np.arange(*r) for r in keys])
+        result: np.ndarray = (at_T <= at_Q1) & (at_Q1 < self._last_S[at_T])
+        return result
+
+
+def _runs(lengths: Sequence[int], parents: Sequence[int]) -> list[_Run]:
+    num_children = [0] * len(lengths)
+    for parent in parents:
+        if parent >= 0:
+            num_children[parent] += 1
+    bounds: list[list[int]] = []  # start, end, parent run
+    run_of: list[int] = []
+    end = 0
+    for i, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
+        assert length > 0 and parent < i
+        start, end = end, end + length
+        if parent >= 0 and parent == i - 1 and num_children[parent] == 1:
+            run_of.append(run_of[parent])
+            bounds[run_of[-1]][1] = end
+        else:
+            run_of.append(len(bounds))
+            bounds.append([start, end, run_of[parent] if parent >= 0 else -1])
+    last = [b[1] for b in bounds]
+    for i in range(len(bounds) - 1, -1, -1):  # children come behind their parent
+        if (parent := bounds[i][2]) >= 0:
+            last[parent] = max(last[parent], last[i])
+    return [_Run(s, e, at, p) for (s, e, p), at in zip(bounds, last, strict=True)]
+
+
+def _num_tokens(ranges: Iterable[Range]) -> int:
+    return sum(end - start for start, end in ranges)
+
+
+def _union(ranges: Iterable[Range]) -> list[Range]:
+    """Sorted and disjoint; neighbours are joined."""
+    result: list[Range] = []
+    for start, end in sorted(ranges):
+        if result and start <= result[-1][1]:
+            result[-1] = result[-1][0], max(end, result[-1][1])
+        else:
+            result.append((start, end))
+    return result
 
 
 @dataclass(frozen=True, slots=True)

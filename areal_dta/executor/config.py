@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 
 from areal_dta.schedule import DEFAULT_BLOCK_TOKENS, Schedule
 from areal_dta.tree import PrefixTree
@@ -23,8 +23,9 @@ class ExecutorConfig:
     recomputes (least memory), None keeps all."""
     temperature: float = 1.0
     """Logits are divided by it before the softmax."""
-    attention_backend: str = "auto"
-    """A name in ``executor.backends.BACKENDS``; ``auto`` picks by device and dtype."""
+    kernel: str = "auto"
+    """Attention kernel: ``auto`` picks by device and dtype; others are named in
+    ``executor.kernels.KERNELS``."""
 
     logit_chunk_elements: int = 2**25
     """Most logits held at a time (128 MiB in fp32)."""
@@ -33,8 +34,14 @@ class ExecutorConfig:
 
     router_load: bool = False
     """Count the tokens of each expert of a mixture; see ``expert_load``."""
+    attention_backend: InitVar[str | None] = None
+    """Deprecated: the name of ``kernel`` in 0.1."""
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, attention_backend: str | None) -> None:
+        kernel = attention_backend or self.kernel
+        if kernel == "reference":  # its name in 0.1
+            kernel = "masked_softmax"
+        object.__setattr__(self, "kernel", kernel)
         if self.block_tokens < 1:
             raise ValueError(f"block_tokens={self.block_tokens}; expected at least 1")
         if self.retain_tokens is not None and self.retain_tokens < 0:

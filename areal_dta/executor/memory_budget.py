@@ -26,8 +26,8 @@ from areal_dta.schedule import MemoryModel
 from areal_dta.tree import PrefixTree
 
 # Larger blocks are slower on a CPU (docs/log.md); a GPU wants more to do at a time.
-LARGEST_BLOCK = {"cpu": 512, "cuda": 4096}
-SMALLEST_BLOCK = 32
+MAX_BLOCK_TOKENS = {"cpu": 512, "cuda": 4096}
+MIN_BLOCK_TOKENS = 32
 _MEASURED_TOKENS = 128
 # The rest is for fragmentation and whatever else runs: on a GPU little; a host's memory
 # is shared with the user's other programs.
@@ -89,8 +89,8 @@ def choose_budgets(
     memory: MemoryModel,
     usable_bytes: float,
     longest_path: int,
-    largest_block: int = LARGEST_BLOCK["cpu"],
-    smallest_block: int = SMALLEST_BLOCK,
+    largest_block: int = MAX_BLOCK_TOKENS["cpu"],
+    smallest_block: int = MIN_BLOCK_TOKENS,
 ) -> Budgets:
     """The largest budgets whose predicted peak fits, assuming that everything is read.
 
@@ -136,9 +136,9 @@ def halved(config: ExecutorConfig, training: bool = True) -> ExecutorConfig | No
     if retain > block:
         retain = retain // 2 if retain // 2 > block else 0
         return dataclasses.replace(config, retain_tokens=retain)
-    if block <= SMALLEST_BLOCK or config.fragments == "node":
+    if block <= MIN_BLOCK_TOKENS or config.fragments == "node":
         return None
-    block = max(SMALLEST_BLOCK, block // 2)
+    block = max(MIN_BLOCK_TOKENS, block // 2)
     return dataclasses.replace(config, block_tokens=block)
 
 

@@ -1,4 +1,11 @@
-"""What is read from a model: logprobs and entropies, or values.
+"""Take the vocabulary projection out of a model's forward, to fuse it with the loss.
+
+During a traversal the output embedding passes its input on, so that the model returns
+hidden states as its logits. Models that do more with their logits than project
+(scaling, soft-capping, an adapter on the head) are recognised by what they return, and
+keep their own projection.
+
+What is read from a model: logprobs and entropies, or values.
 
 A *channel* is one number a predicted token (an edge of the tree) or a position (a row).
 A sequence sees its part of each channel; a shared edge or row is computed once.
@@ -8,13 +15,14 @@ A sequence sees its part of each channel; a shared edge or row is computed once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from areal_dta.executor.block_layout import BlockLayout, TreeTensors
@@ -24,8 +32,68 @@ from areal_dta.executor.fused_logprobs import (
     fused_token_logprobs,
     token_logprobs,
 )
-from areal_dta.executor.head_capture import HeadCapture
 from areal_dta.executor.kernels import accumulation_dtype
+
+
+class HeadCapture:
+    """The output embedding of a model, with its forward out of the way on demand."""
+
+    def __init__(self, model: nn.Module) -> None:
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        # FSDP makes a subclass of nn.Linear; adapters wrap or replace it.
+        is_plain = isinstance(head, nn.Linear) and "Linear" in type(head).__name__
+        self._head: nn.Linear | None = head if is_plain else None
+        self._hidden: Tensor | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        return self._head is not None
+
+    @property
+    def weight(self) -> Tensor:
+        assert self._head is not None
+        return self._head.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        assert self._head is not None
+        return self._head.bias
+
+    @contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """The head returns its input; undone at the end."""
+        assert self._head is not None
+        head: Any = self._head
+
+        def pass_on(hidden: Tensor) -> Tensor:
+            self._hidden = hidden
+            return hidden
+
+        had_own = "forward" in vars(head)
+        previous = head.forward
+        head.forward = pass_on
+        try:
+            yield
+        finally:
+            self._hidden = None
+            if had_own:
+                head.forward = previous
+            else:
+                del head.forward
+
+    def take(self, logits: Tensor) -> Tensor | None:
+        """The hidden states, if ``logits`` are nothing else; None otherwise, and for
+        all later calls: then the model does more with its logits than project."""
+        hidden, self._hidden = self._hidden, None
+        if hidden is not None and logits is not hidden:
+            same = logits.shape == hidden.shape and torch.equal(
+                logits.detach().to(hidden.dtype), hidden.detach()
+            )
+            hidden = hidden if same else None
+        if hidden is None:
+            self._head = None
+        return hidden
+
 
 ModelCall = Callable[..., Tensor]
 """Runs the block with further keyword arguments; returns its logits [1, ...]."""

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from areal_dta.executor.block import BlockOutput, BlockRunner
+from areal_dta.executor.block import BlockOutput, BlockRunner, FreePace, Pace
 from areal_dta.executor.block_layout import TreeTensors
 from areal_dta.executor.config import ExecutorConfig
 from areal_dta.executor.kernels import accumulation_dtype
 from areal_dta.executor.kv_cache import PathCache, TrunkCache
 from areal_dta.executor.outputs import Channel, OutputHead
-from areal_dta.executor.pacing import FreePace, Pace
-from areal_dta.executor.router_load import RouterLoad
+from areal_dta.executor.telemetry import RouterLoad
 from areal_dta.schedule import Fragment, Schedule, Step
 from areal_dta.tree import PrefixTree
 
@@ -114,7 +113,7 @@ class Traversal:
             head,
             TreeTensors.of(tree, cut, self._device),
             self._path,
-            config.attention_backend,
+            config.kernel,
             self.router_load,
         )
         self._open: list[_OpenFragment] = []

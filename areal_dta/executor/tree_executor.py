@@ -26,13 +26,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_dta.executor.attention import tree_attention
-from areal_dta.executor.block import idle_outputs
-from areal_dta.executor.block_timer import BlockTimer
+from areal_dta.executor.block import FreePace, Pace, idle_outputs
 from areal_dta.executor.config import ExecutionStats, ExecutorConfig
 from areal_dta.executor.model_support import check_model_supported
 from areal_dta.executor.oracle import SequenceOutput, ValueOutput
 from areal_dta.executor.outputs import make_head
-from areal_dta.executor.pacing import FreePace, Pace
+from areal_dta.executor.telemetry import BlockTimer
 from areal_dta.executor.traversal import GroupLoss, Traversal, as_scalar
 from areal_dta.schedule import BlockSample, Reads, Schedule, StepKind, build_schedule
 from areal_dta.tree import PrefixTree
@@ -216,4 +215,4 @@ class TreeExecutor:
             self.last_stats = dataclasses.replace(self.last_stats, expert_load=load)
 
     def _idle_call(self) -> list[Tensor]:
-        return idle_outputs(self.model, self._head, self.config.attention_backend)
+        return idle_outputs(self.model, self._head, self.config.kernel)

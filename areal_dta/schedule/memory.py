@@ -6,7 +6,7 @@ with their fp32 gradient accumulators; and what one block needs in passing. Para
 their gradients and the optimizer are not per token and not counted.
 
 It is a prediction: tests/executor/test_budget.py holds it to counted bytes, and
-`executor.budget` replaces the largest term by a measured one.
+`executor.memory_budget` replaces the largest term by a measured one.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from areal_dta.executor import oracle as reference
+from areal_dta.executor import oracle
 from tests.engine.gather_layer_worker import (
     BUDGETS,
     MODELS,
@@ -41,7 +41,7 @@ def dense():
     found = {}
     for name in MODELS:
         model, batch = build_model(name), full_batch()
-        value = reference.forward_backward(model, batch, loss_of(list(range(99))))
+        value = oracle.forward_backward(model, batch, loss_of(list(range(99))))
         grads = {n: p.grad for n, p in model.named_parameters()}
         found[name] = (value, grads)
     return found
@@ -84,7 +84,7 @@ def test_gradients_of_two_traversals_add_up(ranks, dense):
 
 
 def test_forward_only(ranks):
-    expected = reference.sequence_outputs(build_model("untied"), full_batch())
+    expected = oracle.sequence_outputs(build_model("untied"), full_batch())
     for rank, results in enumerate(ranks):
         for split, outputs in zip(("uneven", "empty"), results["forward"], strict=True):
             rows = rows_of_rank(split, rank, len(ranks))

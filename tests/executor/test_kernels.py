@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 
 from areal_dta.executor import ExecutorConfig
-from areal_dta.executor.block_shape import BlockShape
-from areal_dta.executor.kernels import BACKENDS, Mask, Scoring
+from areal_dta.executor.block_layout import BlockShape
+from areal_dta.executor.kernels import KERNELS, Mask, Scoring
 from areal_dta.executor.kernels.flash_cuda import (
     AtenKernels,
-    FlashCudaBackend,
+    FlashCudaKernel,
     Lengths,
 )
 from tests.builders import random_batch
@@ -48,7 +48,7 @@ class SlowKernels:
         for rows, columns in self._pairs(lengths):
             q1, k1, mask = self._term(q[rows], k[columns], lengths)
             v1 = v[columns].transpose(0, 1)[None]
-            part, part_lse = BACKENDS["reference"].forward(
+            part, part_lse = KERNELS["masked_softmax"].forward(
                 q1, k1, v1, mask, Scoring(scale)
             )
             out[rows], lse[:, rows] = part[0].transpose(0, 1), part_lse[0]
@@ -60,7 +60,7 @@ class SlowKernels:
             q1, k1, mask = self._term(q[rows], k[columns], lengths)
             v1 = v[columns].transpose(0, 1)[None]
             do, o = (x[rows].transpose(0, 1)[None] for x in (grad_out, out))
-            parts = BACKENDS["reference"].backward(
+            parts = KERNELS["masked_softmax"].backward(
                 do, q1, k1, v1, o, lse[None, :, rows], mask, Scoring(scale)
             )
             where = (rows, columns, columns)
@@ -69,7 +69,7 @@ class SlowKernels:
         return tuple(grads)
 
 
-class OnAnyDevice(FlashCudaBackend):
+class OnAnyDevice(FlashCudaKernel):
     """The CUDA backend's own work on a CPU: all but its kernels."""
 
     name = "flash_cuda_slow"
@@ -83,7 +83,7 @@ class OnAnyDevice(FlashCudaBackend):
 
 @pytest.fixture
 def slow_cuda(monkeypatch):
-    monkeypatch.setitem(BACKENDS, OnAnyDevice.name, OnAnyDevice())
+    monkeypatch.setitem(KERNELS, OnAnyDevice.name, OnAnyDevice())
     return OnAnyDevice.name
 
 
@@ -99,7 +99,7 @@ def tensors(num_queries: int, num_keys: int, dtype=torch.float64):
 
 
 def check(backend, q, k, v, grad_out, mask, tolerance=1e-12) -> None:
-    reference = BACKENDS["reference"]
+    reference = KERNELS["masked_softmax"]
     expected = reference.forward(q, k, v, copy.copy(mask), SCORING)
     got = backend.forward(q, k, v, mask, SCORING)
     want_grads = reference.backward(grad_out, q, k, v, *expected, mask, SCORING)
@@ -111,10 +111,10 @@ def check(backend, q, k, v, grad_out, mask, tolerance=1e-12) -> None:
         assert float((a - b).norm()) <= tolerance * max(1.0, float(b.norm()))
 
 
-BACKENDS_HERE = [BACKENDS["flash_cpu"], OnAnyDevice()]
+KERNELS_HERE = [KERNELS["flash_cpu"], OnAnyDevice()]
 
 
-@pytest.mark.parametrize("backend", BACKENDS_HERE, ids=lambda b: b.name)
+@pytest.mark.parametrize("backend", KERNELS_HERE, ids=lambda b: b.name)
 @settings(max_examples=60, deadline=None)
 @given(shape=shapes())
 def test_a_block_with_itself(backend, shape):
@@ -123,7 +123,7 @@ def test_a_block_with_itself(backend, shape):
     check(backend, *tensors(size, size), Mask(block))
 
 
-@pytest.mark.parametrize("backend", BACKENDS_HERE, ids=lambda b: b.name)
+@pytest.mark.parametrize("backend", KERNELS_HERE, ids=lambda b: b.name)
 @pytest.mark.parametrize("size", [(1, 1), (1, 300), (300, 1), (200, 130)])
 def test_a_path(backend, size):
     check(backend, *tensors(*size), Mask())
@@ -167,7 +167,7 @@ def test_the_kernels_of_this_pytorch_take_our_arguments():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_cuda_against_the_reference(dtype):
     """Rounding of the dtype is all that may differ."""
-    backend = BACKENDS["flash_cuda"]
+    backend = KERNELS["flash_cuda"]
     for mask, sizes in [
         (Mask(BlockShape([70, 30, 50], [-1, 0, 0])), (150, 150)),
         (Mask(BlockShape([33, 64, 5, 9], [-1, 0, 1, -1])), (111, 111)),
@@ -182,8 +182,7 @@ def test_cuda_against_the_reference(dtype):
 @pytest.mark.gpu
 def test_a_model_on_cuda_against_its_fp32_self():
     """Gradients in bf16 are as near to fp32 as dense ones are."""
-    from areal_dta.executor import TreeExecutor
-    from areal_dta.executor import oracle as reference
+    from areal_dta.executor import TreeExecutor, oracle
     from areal_dta.tree import PrefixTree
 
     sizes = {"head_dim": 64, "hidden_size": 128, "num_hidden_layers": 3}
@@ -196,10 +195,10 @@ def test_a_model_on_cuda_against_its_fp32_self():
         return tiny_model("qwen3", **sizes).to("cuda", dtype)
 
     exact = model(torch.float32)
-    reference.forward_backward(exact, batch, loss, 1.0)
+    oracle.forward_backward(exact, batch, loss, 1.0)
     want = gradients(exact)
     half = model(torch.bfloat16)
-    reference.forward_backward(half, batch, loss, 1.0)
+    oracle.forward_backward(half, batch, loss, 1.0)
     dense_error = relative_error(gradients(half), want)
     executor = TreeExecutor(half, ExecutorConfig(block_tokens=256, retain_tokens=0))
     executor.forward_backward(PrefixTree.from_sequences(batch), loss)

@@ -5,8 +5,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor
-from areal_dta.executor import oracle as reference
+from areal_dta.executor import ExecutorConfig, TreeExecutor, oracle
 from areal_dta.tree import PrefixTree
 from tests.builders import random_batch
 from tests.models import VOCAB_SIZE, relative_error, tiny_model
@@ -57,11 +56,11 @@ def test_adapters_learn_as_they_do_densely(dtype, tolerance, targets, name, budg
     executor = TreeExecutor(model, ExecutorConfig(*budgets, temperature=0.8))
 
     outputs = executor.forward(PrefixTree.from_sequences(batch))
-    expected = reference.sequence_outputs(model, batch, 0.8)
+    expected = oracle.sequence_outputs(model, batch, 0.8)
     for got, want in zip(outputs, expected, strict=True):
         assert relative_error(got.logprobs, want.logprobs) <= tolerance
 
-    reference.forward_backward(model, batch, sequence_loss, 0.8)
+    oracle.forward_backward(model, batch, sequence_loss, 0.8)
     want_grads = take(model)
     executor.forward_backward(PrefixTree.from_sequences(batch), sequence_loss)
     got_grads = take(model)

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForTokenClassification
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor
-from areal_dta.executor import oracle as reference
+from areal_dta.executor import ExecutorConfig, TreeExecutor, oracle
 from areal_dta.tree import PrefixTree
 from tests.builders import random_batch
 from tests.models import (
@@ -72,7 +71,7 @@ def rows(model):
     rng = np.random.default_rng(5)
     tokens = [s for s in random_batch(rng, 16, 24, VOCAB_SIZE) if len(s) > 2][:12]
     assert len(tokens) == 12 and len({tuple(s) for s in tokens}) > 6
-    outputs = reference.sequence_outputs(model, tokens)
+    outputs = oracle.sequence_outputs(model, tokens)
     generator = torch.Generator().manual_seed(5)
 
     def noise(like: Tensor, scale: float) -> Tensor:
@@ -242,9 +241,9 @@ def whole(loss: Callable[..., Tensor], rows: Rows) -> Callable[..., Tensor]:
     return lambda indices, *outputs: loss(rows, indices, *outputs)
 
 
-def oracle(model, rows: Rows, group_loss) -> tuple[float, Tensor]:
+def dense_gradients(model, rows: Rows, group_loss) -> tuple[float, Tensor]:
     """All sequences' graphs alive at once, one loss."""
-    outputs = [reference.sequence_output(model, s) for s in rows.tokens]
+    outputs = [oracle.sequence_output(model, s) for s in rows.tokens]
     loss = group_loss(
         list(range(len(rows.tokens))),
         [o.logprobs for o in outputs],
@@ -268,7 +267,7 @@ def assert_exact(executor, rows: Rows, group_loss, scope: str, want) -> None:
 @pytest.mark.parametrize("loss", ADDITIVE, ids=lambda f: f.__name__)
 def test_losses_that_add_up(model, rows, loss, scope):
     group_loss = summed(loss, rows)
-    want = oracle(model, rows, group_loss)
+    want = dense_gradients(model, rows, group_loss)
     for budgets in BUDGETS:
         executor = TreeExecutor(model, ExecutorConfig(*budgets))
         assert_exact(executor, rows, group_loss, scope, want)
@@ -277,7 +276,7 @@ def test_losses_that_add_up(model, rows, loss, scope):
 @pytest.mark.parametrize("loss", WHOLE, ids=lambda f: f.__name__)
 def test_losses_of_the_whole_batch(model, rows, loss):
     group_loss = whole(loss, rows)
-    want = oracle(model, rows, group_loss)
+    want = dense_gradients(model, rows, group_loss)
     for budgets in BUDGETS:
         executor = TreeExecutor(model, ExecutorConfig(*budgets))
         assert_exact(executor, rows, group_loss, "batch", want)
@@ -286,7 +285,7 @@ def test_losses_of_the_whole_batch(model, rows, loss):
 def test_the_data_reach_every_branch(model, rows):
     """Tokens clipped above, below and by the dual bound; tokens and sequences
     rejected and kept."""
-    outputs = reference.sequence_outputs(model, rows.tokens)
+    outputs = oracle.sequence_outputs(model, rows.tokens)
 
     def flat(values: list[Tensor]) -> Tensor:
         return torch.cat([v[m] for v, m in zip(values, rows.mask, strict=True)])
@@ -319,7 +318,7 @@ def test_critic_with_clipped_values(value_model, rows, scope):
     """The larger of two squared errors, one of them of a value clipped around the
     old one."""
     masks = [torch.cat([m, torch.tensor([False])]) for m in rows.mask]
-    outputs = [reference.value_output(value_model, s).values for s in rows.tokens]
+    outputs = [oracle.value_output(value_model, s).values for s in rows.tokens]
     old = [v.detach() + 0.2 * torch.cos(7 * v.detach()) for v in outputs]
     targets = [v.detach() + torch.sin(5 * v.detach()) for v in outputs]
 
@@ -353,7 +352,7 @@ def test_reward_model(value_model, rows):
         scores = torch.stack([v[-1] for v in values])
         return -torch.nn.functional.logsigmoid(scores[::2] - scores[1::2]).mean()
 
-    outputs = [reference.value_output(value_model, s).values for s in rows.tokens]
+    outputs = [oracle.value_output(value_model, s).values for s in rows.tokens]
     want_loss = loss([], outputs)
     want_loss.backward()
     want = float(want_loss.detach()), gradients(value_model)
@@ -378,7 +377,7 @@ def test_ten_steps_in_a_row(rows, loss, scope):
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (dense, ours)]
     losses = []
     for _ in range(10):
-        outputs = [reference.sequence_output(dense, s) for s in rows.tokens]
+        outputs = [oracle.sequence_output(dense, s) for s in rows.tokens]
         want = group_loss(
             list(range(len(outputs))),
             [o.logprobs for o in outputs],

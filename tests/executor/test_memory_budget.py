@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor
 from areal_dta.executor.memory_budget import (
-    SMALLEST_BLOCK,
+    MIN_BLOCK_TOKENS,
     choose_budgets,
     halved,
     is_out_of_memory,
@@ -106,10 +106,10 @@ def test_more_memory_never_means_less_of_it(usable, longest, largest):
         choose_budgets(memory, size, longest, largest) for size in (usable, 2 * usable)
     )
     for budgets in (few, many):
-        assert SMALLEST_BLOCK <= budgets.block_tokens <= largest
+        assert MIN_BLOCK_TOKENS <= budgets.block_tokens <= largest
         assert budgets.retain_tokens % budgets.block_tokens == 0
         assert budgets.fits or (budgets.block_tokens, budgets.retain_tokens) == (
-            SMALLEST_BLOCK,
+            MIN_BLOCK_TOKENS,
             0,
         )
         assert f"block_tokens={budgets.block_tokens}" in str(budgets)

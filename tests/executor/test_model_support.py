@@ -100,8 +100,8 @@ def test_bad_options(options, message):
         ExecutorConfig(**options)
 
 
-def test_unknown_backend_is_named():
-    config = ExecutorConfig(attention_backend="flsh")
+def test_unknown_kernel_is_named():
+    config = ExecutorConfig(kernel="flsh")
     with pytest.raises(ValueError, match="'flsh'.*flash_cpu"):
         TreeExecutor(tiny_model("llama"), config).forward(TREE)
 

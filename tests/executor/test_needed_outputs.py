@@ -6,8 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor
-from areal_dta.executor import oracle as reference
+from areal_dta.executor import ExecutorConfig, TreeExecutor, oracle
 from areal_dta.tree import PrefixTree
 from tests.builders import batches, random_batch
 from tests.models import VOCAB_SIZE, gradients, relative_error, tiny_model
@@ -50,13 +49,13 @@ def test_gradients_and_values_at_read_positions(
         block_tokens, retain_tokens, temperature=0.8, logit_chunk_elements=chunk
     )
     executor = TreeExecutor(model, config)
-    want_loss = reference.forward_backward(model, batch, loss, 0.8)
+    want_loss = oracle.forward_backward(model, batch, loss, 0.8)
     want = gradients(model)
     got_loss = executor.forward_backward(tree, loss, masks)
     assert relative_error(gradients(model), want) <= 1e-10
     assert abs(got_loss - want_loss) <= 1e-10 * max(1.0, abs(want_loss))
 
-    expected = reference.sequence_outputs(model, batch, 0.8)
+    expected = oracle.sequence_outputs(model, batch, 0.8)
     for i, got in enumerate(executor.forward(tree, masks)):
         mask = torch.from_numpy(masks[i])
         assert relative_error(got.logprobs[mask], expected[i].logprobs[mask]) <= 1e-10
@@ -129,7 +128,7 @@ def test_a_model_that_scales_its_logits_keeps_its_own_projection():
     batch = random_batch(np.random.default_rng(2), 8, 20, VOCAB_SIZE)
     masks = random_masks(batch, 0.5, 3)
     loss = masked_loss(masks)
-    reference.forward_backward(model, batch, loss)
+    oracle.forward_backward(model, batch, loss)
     want = gradients(model)
     TreeExecutor(model, ExecutorConfig(block_tokens=8)).forward_backward(
         PrefixTree.from_sequences(batch), loss, masks

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor
-from areal_dta.executor import oracle as reference
+from areal_dta.executor import ExecutorConfig, TreeExecutor, oracle
 from areal_dta.executor.kv_cache import PathCache, TrunkCache
 from areal_dta.tree import PrefixTree
 from tests.builders import random_batch
@@ -41,7 +40,7 @@ def truth_of(half, batch) -> list[torch.Tensor]:
     with torch.no_grad():
         for p64, p16 in zip(truth.parameters(), half.parameters(), strict=True):
             p64.copy_(p16.double())
-    reference.forward_backward(truth, batch, make_loss(batch))
+    oracle.forward_backward(truth, batch, make_loss(batch))
     return take_gradients(truth)
 
 
@@ -53,15 +52,15 @@ def errors(got, want) -> np.ndarray:
 @pytest.mark.parametrize("config", [
     ExecutorConfig(16, None),
     ExecutorConfig(8, 0),
-    ExecutorConfig(16, 24, attention_backend="reference"),
-], ids=["retain", "recompute", "reference"])  # fmt: skip
+    ExecutorConfig(16, 24, kernel="masked_softmax"),
+], ids=["retain", "recompute", "masked_softmax"])  # fmt: skip
 def test_error_is_that_of_dense_training(dtype, config):
     ratios = []
     for seed in SEEDS:
         half = tiny_model("qwen3", dtype, seed)
         batch = random_batch(np.random.default_rng(seed), 12, 40, VOCAB_SIZE)
         want, loss = truth_of(half, batch), make_loss(batch)
-        reference.forward_backward(half, batch, loss)
+        oracle.forward_backward(half, batch, loss)
         dense = errors(take_gradients(half), want)
         tree = PrefixTree.from_sequences(batch)
         TreeExecutor(half, config).forward_backward(tree, loss)
@@ -86,9 +85,9 @@ def test_many_branches_add_up_in_fp32():
     with torch.no_grad():
         for p64, p16 in zip(truth.parameters(), half.parameters(), strict=True):
             p64.copy_(p16.double())
-    reference.forward_backward(truth, batch, loss)
+    oracle.forward_backward(truth, batch, loss)
     want = take_gradients(truth)
-    reference.forward_backward(half, batch, loss)
+    oracle.forward_backward(half, batch, loss)
     dense = errors(take_gradients(half), want)
     executor = TreeExecutor(half, ExecutorConfig(64, 0))
     executor.forward_backward(tree, loss)

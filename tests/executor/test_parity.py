@@ -8,8 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor
-from areal_dta.executor import oracle as reference
+from areal_dta.executor import ExecutorConfig, TreeExecutor, oracle
 from areal_dta.tree import PrefixTree
 from tests.builders import batches, random_batch
 from tests.models import (
@@ -54,7 +53,7 @@ def compare(model, batch, config: ExecutorConfig) -> None:
     executor = TreeExecutor(model, config)
     loss = make_loss(batch)
 
-    expected = reference.sequence_outputs(model, batch, config.temperature)
+    expected = oracle.sequence_outputs(model, batch, config.temperature)
     outputs = executor.forward(tree)
     assert len(outputs) == len(batch)
     for got, want in zip(outputs, expected, strict=True):
@@ -64,7 +63,7 @@ def compare(model, batch, config: ExecutorConfig) -> None:
             assert not a.requires_grad
             assert relative_error(a, b) <= tolerance
 
-    want_loss = reference.forward_backward(model, batch, loss, config.temperature)
+    want_loss = oracle.forward_backward(model, batch, loss, config.temperature)
     want_grad = gradients(model)
     got_loss = executor.forward_backward(tree, loss)
     got_grad = gradients(model)
@@ -89,12 +88,12 @@ def test_shapes_in_fp64(fp64_model, shape):
     block_tokens=st.integers(1, 40),
     retain_tokens=st.one_of(st.none(), st.integers(0, 40)),
     temperature=st.sampled_from([1.0, 0.6, 1.7]),
-    backend=st.sampled_from(["flash_cpu", "reference"]),
+    kernel=st.sampled_from(["flash_cpu", "masked_softmax"]),
 )
 def test_random_trees_in_fp64(
-    fp64_model, batch, block_tokens, retain_tokens, temperature, backend
+    fp64_model, batch, block_tokens, retain_tokens, temperature, kernel
 ):
-    config = ExecutorConfig(block_tokens, retain_tokens, temperature, backend)
+    config = ExecutorConfig(block_tokens, retain_tokens, temperature, kernel)
     compare(fp64_model, batch, config)
 
 
@@ -186,7 +185,7 @@ def test_ten_sgd_steps_stay_together():
     models = [tiny_model("qwen3", torch.float64) for _ in range(2)]
     executor = TreeExecutor(models[1], ExecutorConfig(block_tokens=8, retain_tokens=16))
     for _ in range(10):
-        want = reference.forward_backward(models[0], batch, loss)
+        want = oracle.forward_backward(models[0], batch, loss)
         got = executor.forward_backward(tree, loss)
         assert abs(got - want) <= 1e-9 * max(1.0, abs(want))
         for model in models:
@@ -204,9 +203,9 @@ def test_bf16_error_is_no_larger_than_dense_bf16():
             p64.copy_(p16.double())
     batch = random_batch(np.random.default_rng(7), 12, 40, VOCAB_SIZE)
     loss = make_loss(batch)
-    reference.forward_backward(truth, batch, loss)
+    oracle.forward_backward(truth, batch, loss)
     want = gradients(truth)
-    reference.forward_backward(half, batch, loss)
+    oracle.forward_backward(half, batch, loss)
     dense_error = relative_error(gradients(half), want)
     TreeExecutor(half, ExecutorConfig(block_tokens=16)).forward_backward(
         PrefixTree.from_sequences(batch), loss

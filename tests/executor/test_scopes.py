@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForTokenClassification
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor
-from areal_dta.executor import oracle as reference
+from areal_dta.executor import ExecutorConfig, TreeExecutor, oracle
 from areal_dta.schedule import Reads
 from areal_dta.tree import PrefixTree
 from tests.builders import batches, random_batch
@@ -41,7 +40,7 @@ def value_model():
 
 def dense_batch(model, batch, batch_loss) -> float:
     """The oracle: all sequences' graphs alive at once, one loss."""
-    outputs = [reference.sequence_output(model, s) for s in batch]
+    outputs = [oracle.sequence_output(model, s) for s in batch]
     loss = batch_loss(
         list(range(len(batch))),
         [o.logprobs for o in outputs],
@@ -132,7 +131,7 @@ def value_loss(batch):
 def dense_values(model, batch, loss) -> float:
     total = 0.0
     for i, sequence in enumerate(batch):
-        value = loss(i, reference.value_output(model, sequence).values)
+        value = loss(i, oracle.value_output(model, sequence).values)
         value.backward()
         total += float(value.detach())
     return total
@@ -155,7 +154,7 @@ def test_values_of_a_critic(value_model, batch, block_tokens, retain_tokens):
     assert relative_error(gradients(value_model), want) <= 1e-10
     assert abs(got_loss - want_loss) <= 1e-10 * max(1.0, abs(want_loss))
     for sequence, got in zip(batch, executor.forward(tree), strict=True):
-        expected = reference.value_output(value_model, sequence).values
+        expected = oracle.value_output(value_model, sequence).values
         assert got.values.shape == expected.shape == (len(sequence),)
         assert relative_error(got.values, expected) <= 1e-10
 
@@ -169,7 +168,7 @@ def test_scores_at_the_last_token_of_pairs(value_model):
         last = torch.stack([v[-1] for v in values])
         return -torch.nn.functional.logsigmoid(last[::2] - last[1::2]).sum()
 
-    outputs = [reference.value_output(value_model, s).values for s in batch]
+    outputs = [oracle.value_output(value_model, s).values for s in batch]
     loss(None, outputs).backward()
     want = gradients(value_model)
     config = ExecutorConfig(block_tokens=2, retain_tokens=0)

@@ -1,22 +1,60 @@
-"""Attention over one set of keys, with its log-sum-exp, forward and backward."""
+"""Attention kernels: one term of a block's attention, and the choice among them."""
+
+from __future__ import annotations
+
+from torch import Tensor
 
 from areal_dta.executor.kernels.base import (
-    AttentionBackend,
+    AttentionKernel,
     Gradients,
     Mask,
     Scoring,
     accumulation_dtype,
     merge,
 )
-from areal_dta.executor.kernels.select import BACKENDS, select_backend
+from areal_dta.executor.kernels.flash_cpu import FlashCpuKernel
+from areal_dta.executor.kernels.flash_cuda import FlashCudaKernel
+from areal_dta.executor.kernels.masked_softmax import MaskedSoftmaxKernel
 
 __all__ = [
-    "BACKENDS",
-    "AttentionBackend",
+    "KERNELS",
+    "AttentionKernel",
     "Gradients",
     "Mask",
     "Scoring",
     "accumulation_dtype",
     "merge",
-    "select_backend",
+    "select_kernel",
 ]
+
+KERNELS: dict[str, AttentionKernel] = {
+    kernel.name: kernel
+    for kernel in (FlashCpuKernel(), FlashCudaKernel(), MaskedSoftmaxKernel())
+}
+"""By name, in the order in which ``auto`` tries them."""
+
+
+def select_kernel(
+    name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, path_mask: Mask
+) -> AttentionKernel:
+    """Return the kernel called ``name``, or for ``auto`` the first that can serve.
+
+    Raises:
+        ValueError: no kernel has that name, or it cannot take these tensors.
+    """
+    if name != "auto" and name not in KERNELS:
+        raise ValueError(f"kernel={name!r}; expected auto or one of {sorted(KERNELS)}")
+    if path_mask.matrix is not None:
+        # With a sliding window a query may see nothing of the path, which flash
+        # kernels do not take.
+        return KERNELS[MaskedSoftmaxKernel.name]
+    if name == "auto":
+        candidates = iter(KERNELS.values())
+        return next(c for c in candidates if c.supports(q, k, v, scoring))
+    if not KERNELS[name].supports(q, k, v, scoring):
+        raise ValueError(
+            f"kernel={name!r} cannot take device={q.device.type} with head "
+            f"sizes q={q.shape[-1]}, k={k.shape[-1]}, v={v.shape[-1]} and "
+            f"softcap={scoring.softcap}; use auto"
+        )
+    return KERNELS[name]

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from areal_dta.executor.block_shape import BlockShape
+from areal_dta.executor.block_layout import BlockShape
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -66,7 +66,7 @@ class Scoring:
     softcap: float | None = None
 
 
-class AttentionBackend(Protocol):
+class AttentionKernel(Protocol):
     """q: [1, N, S, H]; k, v: [1, K, T, H]; out like q; lse: [1, N, S], fp32 or fp64.
 
     S and T are at least 1 (the CPU flash kernel divides by zero on empty segments).

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_dta.executor.block_shape import Range, Tile
+from areal_dta.executor.block_layout import Range, Tile
 from areal_dta.executor.kernels.base import (
     Gradients,
     Mask,
@@ -26,7 +26,7 @@ _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class FlashCpuBackend:
+class FlashCpuKernel:
     """Exact in fp64 too, so parity tests run on it."""
 
     name = "flash_cpu"

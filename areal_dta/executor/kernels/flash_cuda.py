@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_dta.executor.block_shape import BlockShape, Range
+from areal_dta.executor.block_layout import BlockShape, Range
 from areal_dta.executor.kernels.base import (
     Gradients,
     Mask,
@@ -141,7 +141,7 @@ class _Call:
     """Of the keys."""
 
 
-class FlashCudaBackend:
+class FlashCudaKernel:
     """fp16 and bf16 on GPUs of compute capability 8.0 and later."""
 
     name = "flash_cuda"
@@ -226,7 +226,7 @@ class FlashCudaBackend:
     def _calls(
         self, mask: Mask, num_queries: int, num_keys: int, device: torch.device
     ) -> list[_Call]:
-        assert mask.matrix is None, "masks go to the reference backend"
+        assert mask.matrix is None, "masks go to the masked-softmax kernel"
         key = ("calls", num_keys)
         if key not in mask.cache:
             whole = [(0, num_queries)], [(0, num_keys)]

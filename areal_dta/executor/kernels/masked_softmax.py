@@ -19,10 +19,10 @@ from areal_dta.executor.kernels.base import (
 )
 
 
-class ReferenceBackend:
+class MaskedSoftmaxKernel:
     """Plain softmax attention in the accumulation dtype. Any device, any dtype."""
 
-    name = "reference"
+    name = "masked_softmax"
     joins_chains = False
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> bool:

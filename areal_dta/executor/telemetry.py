@@ -1,4 +1,10 @@
-"""How many tokens each expert of a mixture got, counted as separate sequences would.
+"""Seconds of each block of a traversal, for the cost model.
+
+A block with a graph is timed over its forward (at enter) and its backward (at exit),
+the loss and the moves of keys and values included: that is what it costs. On a GPU
+events are recorded and read when the traversal is over, so nothing waits in between.
+
+How many tokens each expert of a mixture got, counted as separate sequences would.
 
 A tree token stands for all sequences that pass through it, so its choice of experts
 counts that many times. AReaL's FSDP engine trains without a load-balancing loss, so
@@ -7,6 +13,7 @@ these numbers are for reading only.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +22,62 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from areal_dta.schedule import (
+    BlockSample,
+    Schedule,
+    Step,
+    StepKind,
+    step_features,
+    step_kind,
+)
 from areal_dta.tree import PrefixTree
+
+
+class BlockTimer:
+    """Times the steps of one traversal."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seconds: list[float] = []
+        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around each step, in order."""
+        if self._device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record(torch.cuda.current_stream(self._device))
+            yield
+            end.record(torch.cuda.current_stream(self._device))
+            self._events.append((start, end))
+        else:
+            begin = time.perf_counter()
+            yield
+            self._seconds.append(time.perf_counter() - begin)
+
+    def samples(self, tree: PrefixTree, schedule: Schedule) -> list[BlockSample]:
+        """One a block, in the order of their forwards. Waits for a GPU to be done."""
+        if self._events:
+            self._events[-1][1].synchronize()
+            self._seconds += [a.elapsed_time(b) / 1e3 for a, b in self._events]
+            self._events.clear()
+        backward_of: dict[int, float] = {}
+        for step, seconds in zip(schedule.steps, self._seconds, strict=True):
+            if step.kind is StepKind.EXIT and not step.computes:
+                backward_of[step.fragment] = seconds
+        samples = []
+        for step, seconds in zip(schedule.steps, self._seconds, strict=True):
+            if step.computes:
+                if step.kind is StepKind.ENTER and step.with_grad:
+                    seconds += backward_of[step.fragment]
+                samples.append(_sample(tree, schedule, step, seconds))
+        return samples
+
+
+def _sample(
+    tree: PrefixTree, schedule: Schedule, step: Step, seconds: float
+) -> BlockSample:
+    return BlockSample(step_features(tree, schedule, step), seconds, step_kind(step))
 
 
 class RouterLoad:
