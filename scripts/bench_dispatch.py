@@ -43,8 +43,8 @@ from bench.table import machine
 from bench.workloads import Sizes, Workload
 
 from areal_dta.balance import CostModel, Plan, Pricing, partition
-from areal_dta.schedule import FlopModel, Reads, build_schedule
-from areal_dta.schedule.block_features import samples_from_rows
+from areal_dta.schedule import FlopModel, NeededOutputs, build_schedule
+from areal_dta.schedule.block_features import samples_from_array
 from areal_dta.tree import PrefixTree
 
 TAU2 = "tau2-airline"
@@ -83,7 +83,7 @@ class Dispatch:
         return Sizes(vocab_size, self.args.seed, path_tokens, max_sequences)
 
     def pricing(self) -> Pricing:
-        return Pricing.of(self.cost, self.args.block_tokens)
+        return Pricing.from_cost_model(self.cost, self.args.block_tokens)
 
     # ---- measured
 
@@ -134,7 +134,7 @@ class Dispatch:
                 batch.order,
                 num_ranks,
                 self.pricing(),
-                batch.rows,
+                batch.num_outputs,
                 batch.groups,
                 methods,
                 moves,
@@ -165,7 +165,7 @@ class Dispatch:
                     num_tree_tokens=plan.num_tree_tokens,
                     num_blocks_learned=sum(len(r.samples) for r in results),
                     block_error=cost.median_error(
-                        samples_from_rows(
+                        samples_from_array(
                             np.array([b for r in results for b in r.blocks[name]])
                         )
                     ),
@@ -179,8 +179,10 @@ class Dispatch:
     ) -> float:
         share = workload.subset(sequences)
         tree = PrefixTree.from_sequences(share.sequences)
-        reads = Reads.at(tree, [mask[1:] for mask in share.loss_masks])
-        schedule = build_schedule(tree, self.args.block_tokens, reads=reads)
+        needed = NeededOutputs.logprobs_at(
+            tree, [mask[1:] for mask in share.loss_masks]
+        )
+        schedule = build_schedule(tree, self.args.block_tokens, needed=needed)
         return cost.schedule_seconds(tree, schedule)
 
     # ---- simulated
@@ -197,9 +199,13 @@ class Dispatch:
 
     def simulate(self, batch: Batch, num_ranks: int) -> Simulated:
         pricing = self.pricing()
-        one = partition(batch.order, 1, pricing, batch.rows, batch.groups, ["tokens"])
+        one = partition(
+            batch.order, 1, pricing, batch.num_outputs, batch.groups, ["tokens"]
+        )
         ideal = one.makespan_seconds / num_ranks
-        plan = partition(batch.order, num_ranks, pricing, batch.rows, batch.groups)
+        plan = partition(
+            batch.order, num_ranks, pricing, batch.num_outputs, batch.groups
+        )
         over = {c.method: c.makespan_seconds / ideal for c in plan.candidates}
         least = batch.order.num_tree_tokens
         repeated = {c.method: c.num_tree_tokens - least for c in plan.candidates}

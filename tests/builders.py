@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from areal_dta.schedule import Reads
+from areal_dta.schedule import NeededOutputs
 from areal_dta.tree import PrefixTree
 
 
@@ -12,11 +12,13 @@ def make_tree(*words: str) -> PrefixTree:
     return PrefixTree.from_sequences([[ord(c) for c in word] for word in words])
 
 
-def every_token(tree: PrefixTree) -> Reads:
+def every_token(tree: PrefixTree) -> NeededOutputs:
     """As if a further output were read at every token, a leaf's last one included."""
-    read = Reads.all(tree)
-    row_T = np.ones_like(read.row_T)
-    return Reads(read.edge_T, row_T, tuple(node.num_tokens for node in tree.nodes))
+    needed = NeededOutputs.all(tree)
+    output_T = np.ones_like(needed.output_T)
+    return NeededOutputs(
+        needed.edge_T, output_T, tuple(node.num_tokens for node in tree.nodes)
+    )
 
 
 def random_batch(

@@ -17,18 +17,18 @@ from areal_dta.balance.pricing import Pricing, RangePrices
 from areal_dta.tree.leaf_order import IntArray, LeafOrder
 
 
-def least_makespan(
+def min_makespan(
     pricing: Pricing, order: LeafOrder, prices: RangePrices, num_ranks: int
 ) -> float:
     """Seconds that the slowest rank of any partition needs at least."""
     if not len(order):
         return 0.0
     alone = prices.before[1:] - prices.before[:-1] + prices.at_cut[:-1]
-    share = least_total(pricing, order, prices, num_ranks) / num_ranks
+    share = min_total(pricing, order, prices, num_ranks) / num_ranks
     return max(float(alone.max()), share)
 
 
-def least_total(
+def min_total(
     pricing: Pricing,
     order: LeafOrder,
     prices: RangePrices,

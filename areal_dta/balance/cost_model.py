@@ -59,7 +59,7 @@ class Coefficients:
     per_grad_token: float
     per_no_grad_token: float
     per_pair: float
-    per_row: float
+    per_output: float
     per_loss_token: float
 
     def as_array(self) -> FloatArray:
@@ -69,7 +69,7 @@ class Coefficients:
                 self.per_grad_token,
                 self.per_no_grad_token,
                 self.per_pair,
-                self.per_row,
+                self.per_output,
                 self.per_loss_token,
             ]
         )
@@ -124,7 +124,7 @@ class CostModel:
                 per_grad_token=token,
                 per_no_grad_token=flops.per_token / flops_per_second,
                 per_pair=flops.per_pair * scale,
-                per_row=flops.per_logit_row * scale,
+                per_output=flops.per_output * scale,
                 per_loss_token=_LOSS_SHARE * token * (kind == TRAINING),
             )
         return cls(prior, window)
@@ -135,14 +135,14 @@ class CostModel:
         """Take in measured blocks, in the order in which they ran.
 
         Args:
-            samples: of one trainer or of several in turn; or their ``as_row``s in an
+            samples: of one trainer or of several in turn; or their ``to_floats``s in an
                 array [n, 8]. Those of one call count as equally old. Of more than the
                 window, evenly spaced ones are kept.
         """
         if isinstance(samples, np.ndarray):
             rows = np.asarray(samples, np.float64).reshape(-1, NUM_FEATURES + 2)
         else:
-            rows = np.array([s.as_row() for s in samples], np.float64)
+            rows = np.array([s.to_floats() for s in samples], np.float64)
             rows = rows.reshape(-1, NUM_FEATURES + 2)
         good = np.isfinite(rows).all(1) & (rows >= 0).all(1)
         good &= (rows[:, NUM_FEATURES] > 0) & (rows[:, :NUM_FEATURES].sum(1) > 0)

@@ -61,7 +61,7 @@ class _Part:
 _NOTHING = _Part(None, 0.0, 0.0)
 
 
-def refine(
+def local_search(
     pricing: Pricing,
     order: LeafOrder,
     prices: RangePrices,

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from areal_dta.balance.bounds import common_tokens, least_makespan
+from areal_dta.balance.bounds import common_tokens, min_makespan
 from areal_dta.balance.pricing import FloatArray, Pricing, RangePrices
 from areal_dta.tree.leaf_order import IntArray, LeafOrder
 
@@ -39,8 +39,8 @@ def packings(
     many, since cuts are balanced there."""
     if not len(order):
         return
-    least = least_makespan(pricing, order, prices, num_ranks)
-    lcps = _LeastBetween(order.lcp_N)
+    least = min_makespan(pricing, order, prices, num_ranks)
+    lcps = SparseTable(order.lcp_N)
     # only branches below the same fork share more than all do
     kind_N = np.cumsum(order.lcp_N <= common_tokens(order)).astype(np.int64)
     num_placed = 0
@@ -55,7 +55,7 @@ def packings(
         yield _pack(pricing, order, lcps, units, kind_U, num_ranks, least * room)
 
 
-class _LeastBetween:
+class SparseTable:
     """Smallest common prefix over ranges of positions: common prefix of two ends."""
 
     def __init__(self, lcp_N: IntArray) -> None:
@@ -100,7 +100,7 @@ def _units(
 def _pack(
     pricing: Pricing,
     order: LeafOrder,
-    lcps: _LeastBetween,
+    lcps: SparseTable,
     units: list[tuple[int, int, float]],
     kind_U: IntArray,
     num_ranks: int,

@@ -3,14 +3,14 @@
 Three candidates are made: contiguous cuts of the depth-first order, first-fit by tree
 tokens, and balancing by sequence tokens. They are priced as a whole (see ``pricing``
 for what is exact). These, looser cuts, and whole branches packed by seconds (see
-``packing``) are improved by moving branches between ranks (see ``refine``). The least
-makespan is used; of those within 0.5 % of it, one that keeps both limits if there is
-one, and of these the one that costs least in all.
+``packing``) are improved by moving branches between ranks (``local_search``). The plan
+with the minimum makespan is used; among those within 0.5 % of it, one that keeps both
+limits if there is one, and among these the one with the smallest total.
 
 The limits: the slowest rank takes no more than 1.05 times the mean, and all together no
 more than 1.02 times t, the total of the cheapest of the three. Both are kept on
 tau2-shaped batches with 30 sequences a rank, unless episodes are too large for it: no
-rank may then take more than 1.05 * 1.02 * t / num_ranks, and ``bounds.least_total``
+rank may then take more than 1.05 * 1.02 * t / num_ranks, and ``bounds.min_total``
 tells what any such partition costs. For 512 sequences of recorded airline episodes
 (tests/plan/test_balance.py) both are kept on 10 ranks; on 12, two episodes have to be
 split, which alone makes 1.047 t (1.052 t is reached, at 1.006 times the mean); on 16,
@@ -37,14 +37,14 @@ import numpy as np
 
 from areal_dta.balance.contiguous import contiguous_cuts
 from areal_dta.balance.first_fit import by_tokens, by_tree_tokens
-from areal_dta.balance.local_search import WEIGHTS, refine
+from areal_dta.balance.local_search import WEIGHTS, local_search
 from areal_dta.balance.packing import packings
 from areal_dta.balance.pricing import (
     FloatArray,
     Pricing,
     RangePrices,
+    outputs_in_order,
     price_subsets,
-    rows_in_order,
 )
 from areal_dta.tree.leaf_order import IntArray, LeafOrder
 
@@ -56,7 +56,7 @@ MAX_IMBALANCE, MAX_TOTAL = 1.05, 1.02  # the limits
 _MAX_PRICINGS = 50_000  # in all, of a small batch: about half a second
 _MAX_PACKED = 12  # of the packings, those that are improved
 _FEW_SEQUENCES = 5_000  # beyond, the first start is balanced as it is
-_WEIGHTS_OF_MANY = (0.4,)  # see refine
+_WEIGHTS_OF_MANY = (0.4,)  # see local_search
 _EVEN = 1.02  # slowest over mean: no need to pack many
 _HOPELESS = 1.5  # times the best makespan: no moves will make up for that
 
@@ -115,7 +115,7 @@ def partition(
     order: LeafOrder,
     num_ranks: int,
     pricing: Pricing,
-    rows: Sequence[int] | IntArray | None = None,
+    num_outputs: Sequence[int] | IntArray | None = None,
     groups: Sequence[int] | IntArray | None = None,
     methods: Sequence[str] | None = None,
     moves: bool = True,
@@ -124,12 +124,12 @@ def partition(
 
     Args:
         order: ``LeafOrder.from_tree(tree)``, or made without a tree.
-        rows: by sequence number, outputs read of it (vocabulary positions); by
+        num_outputs: by sequence number, needed outputs of it; by
             default as many as it has tokens.
         groups: by sequence number, its prompt, as any integers; what the two methods
             of the field keep together. By default the trees below what all share.
         methods: candidates to consider, by default all of METHODS.
-        moves: whether they are improved by ``refine``.
+        moves: whether they are improved by ``local_search``.
 
     Raises:
         ValueError: no rank, an unknown method, or arguments that do not fit.
@@ -140,9 +140,9 @@ def partition(
     methods = METHODS if methods is None else methods
     if not methods or set(methods) - set(METHODS):
         raise ValueError(f"methods={list(methods)}; expected some of {list(METHODS)}")
-    rows_N = rows_in_order(order, rows)
+    num_outputs_N = outputs_in_order(order, num_outputs)
     group_N = groups_in_order(order, groups)
-    prices = RangePrices(pricing, order, rows_N)
+    prices = RangePrices(pricing, order, num_outputs_N)
     starts = [
         (method, _MAKE[method](order, group_N, prices, num_ranks))
         for method in METHODS
@@ -150,13 +150,15 @@ def partition(
     ]
 
     def priced(method: str, rank_N: IntArray, num_moves: int) -> _Priced:
-        seconds, tokens = price_subsets(pricing, order, rows_N, rank_N, num_ranks)
+        seconds, tokens = price_subsets(
+            pricing, order, num_outputs_N, rank_N, num_ranks
+        )
         return _Priced(method, rank_N, num_moves, seconds, int(tokens.sum()))
 
     plain = [priced(method, rank_N, 0) for method, rank_N in starts]
     considered = list(plain)
     least = min(p.makespan for p in plain)
-    least_total = min(p.total for p in plain)
+    min_total = min(p.total for p in plain)
     is_small = len(order) <= _FEW_SEQUENCES
     weights = WEIGHTS if is_small else _WEIGHTS_OF_MANY
     left = _MAX_PRICINGS
@@ -166,7 +168,7 @@ def partition(
         made: list[_Priced] = []
         for rank_N in packings(pricing, order, prices, num_ranks):
             made.append(priced(TREE_TOKENS, rank_N, 0))
-            if made[-1].is_good(least_total):
+            if made[-1].is_good(min_total):
                 break
         considered.extend(made)
         return sorted(made, key=lambda p: p.makespan)
@@ -174,9 +176,9 @@ def partition(
     def improve(starts: Iterable[tuple[str, IntArray]]) -> None:
         nonlocal left
         for method, rank_N in starts:
-            if left <= 0 or considered[-1].is_good(least_total):
+            if left <= 0 or considered[-1].is_good(min_total):
                 return
-            moved_N, num_moves, num_pricings = refine(
+            moved_N, num_moves, num_pricings = local_search(
                 pricing, order, prices, rank_N, num_ranks, weights
             )
             considered.append(priced(method, moved_N, num_moves))
@@ -198,7 +200,7 @@ def partition(
     least = min(p.makespan for p in considered)
     best = min(
         (p for p in considered if p.makespan <= least * (1 + _TIE)),
-        key=lambda p: (not p.keeps_limits(least_total), p.total),
+        key=lambda p: (not p.keeps_limits(min_total), p.total),
     )
     positions = np.argsort(best.rank_N, kind="stable")
     ends = np.cumsum(np.bincount(best.rank_N, minlength=num_ranks))[:-1]
@@ -234,20 +236,20 @@ class _Priced:
     def total(self) -> float:
         return float(self.seconds.sum())
 
-    def keeps_limits(self, least_total: float) -> bool:
+    def keeps_limits(self, min_total: float) -> bool:
         mean = self.total / len(self.seconds)
         return (
             self.makespan <= MAX_IMBALANCE * mean
-            and self.total <= MAX_TOTAL * least_total
+            and self.total <= MAX_TOTAL * min_total
         )
 
     def is_even(self) -> bool:
         return self.makespan * len(self.seconds) <= _EVEN * self.total
 
-    def is_good(self, least_total: float) -> bool:
+    def is_good(self, min_total: float) -> bool:
         """Whether no other partition can be noticeably better."""
         mean = self.total / len(self.seconds)
-        return self.makespan <= 1.006 * mean and self.total <= 1.005 * least_total
+        return self.makespan <= 1.006 * mean and self.total <= 1.005 * min_total
 
 
 def _ranks_of(bounds: IntArray) -> IntArray:

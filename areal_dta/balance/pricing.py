@@ -31,7 +31,7 @@ class Pricing:
     per_token: float
     """Of the tree, its share of a block's overhead included."""
     per_pair: float
-    per_row: float
+    per_output: float
     per_loss_token: float
     """Tokens of the sequences, shared ones counted for each."""
     per_recomputed_token: float
@@ -39,7 +39,7 @@ class Pricing:
     retain_tokens: int | None
 
     @classmethod
-    def of(
+    def from_cost_model(
         cls,
         cost: CostModel,
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
@@ -64,7 +64,7 @@ class Pricing:
         return cls(
             per_token=token + c.per_block / block_tokens,
             per_pair=c.per_pair,
-            per_row=c.per_row,
+            per_output=c.per_output,
             per_loss_token=c.per_loss_token * training,
             per_recomputed_token=again.per_no_grad_token
             + again.per_block / block_tokens,
@@ -85,16 +85,18 @@ class Pricing:
             seconds += self.per_recomputed_pair * (_triangle(kept) - _triangle(lcp_N))
         return np.asarray(seconds, np.float64)
 
-    def sequences(self, order: LeafOrder, rows_N: IntArray) -> FloatArray:
+    def sequences(self, order: LeafOrder, num_outputs_N: IntArray) -> FloatArray:
         """What each sequence costs whatever its neighbours."""
-        return self.per_row * rows_N + self.per_loss_token * order.length_N
+        return self.per_output * num_outputs_N + self.per_loss_token * order.length_N
 
 
 class RangePrices:
     """Prices of contiguous ranges in O(1), from prefix sums."""
 
-    def __init__(self, pricing: Pricing, order: LeafOrder, rows_N: IntArray) -> None:
-        own = pricing.sequences(order, rows_N)
+    def __init__(
+        self, pricing: Pricing, order: LeafOrder, num_outputs_N: IntArray
+    ) -> None:
+        own = pricing.sequences(order, num_outputs_N)
         after_left = pricing.branches(order.length_N, order.lcp_N)
         alone = pricing.branches(order.length_N, np.zeros_like(order.lcp_N))
         self.before = np.concatenate([[0.0], np.cumsum(own + after_left)])
@@ -115,14 +117,14 @@ class RangePrices:
 def price_subsets(
     pricing: Pricing,
     order: LeafOrder,
-    rows_N: IntArray,
+    num_outputs_N: IntArray,
     rank_N: IntArray,
     num_ranks: int,
 ) -> tuple[FloatArray, IntArray]:
     """Seconds and tree tokens of each rank, for any assignment of ranks [N]."""
     positions, ranked = order.grouped(rank_N)
     seconds = pricing.branches(ranked.length_N, ranked.lcp_N)
-    seconds += pricing.sequences(ranked, rows_N[positions])
+    seconds += pricing.sequences(ranked, num_outputs_N[positions])
     rank, tokens = rank_N[positions], ranked.length_N - ranked.lcp_N
     return (
         np.bincount(rank, seconds, minlength=num_ranks).astype(np.float64),
@@ -130,18 +132,20 @@ def price_subsets(
     )
 
 
-def rows_in_order(order: LeafOrder, rows: Sequence[int] | IntArray | None) -> IntArray:
+def outputs_in_order(
+    order: LeafOrder, num_outputs: Sequence[int] | IntArray | None
+) -> IntArray:
     """Rows of each sequence, from input order to depth first; by default its length.
 
     Raises:
         ValueError: the number of entries differs, or one is negative.
     """
-    if rows is None:
+    if num_outputs is None:
         return order.length_N
-    column = np.asarray(rows, np.int64)
+    column = np.asarray(num_outputs, np.int64)
     if column.shape != (len(order),) or (column < 0).any():
         raise ValueError(
-            f"rows has shape {column.shape}, smallest {column.min(initial=0)}; "
+            f"num_outputs has shape {column.shape}, smallest {column.min(initial=0)}; "
             f"expected ({len(order)},) numbers >= 0: outputs read of each sequence"
         )
     return column[order.sequence_N]

@@ -41,7 +41,7 @@ class Leaves:
     owners: tuple[Owner, ...]
     """(item of the batch, row in it)."""
     order: LeafOrder
-    num_rows: NDArray[np.int64]
+    num_outputs: NDArray[np.int64]
     """Outputs that are read of each."""
     stats: ForestStats
     """Of the batch by itself."""
@@ -219,7 +219,7 @@ class Collector:
         if not is_planned:
             self._counts["unplanned"] += 1
         for row, tokens in enumerate(group.sequences if is_planned else ()):
-            self._forest.insert((number, row), tokens, group.read_tokens[row])
+            self._forest.insert((number, row), tokens, group.needed_outputs[row])
         self._waiting[number] = _Waiting(
             len(group.sequences), group.num_tokens, group.head_version, is_planned
         )
@@ -236,7 +236,7 @@ class Collector:
         return Leaves(
             tuple((item_of[number], row) for number, row in owners),
             order,
-            np.array([self._forest.num_rows(o) for o in owners], np.int64),
+            np.array([self._forest.num_outputs(o) for o in owners], np.int64),
             self._forest.stats(owners, order),
         )
 
@@ -246,7 +246,7 @@ def leaves_of(groups: Sequence[Group]) -> Leaves:
     forest = PrefixForest()
     for item, group in enumerate(groups):
         for row, tokens in enumerate(group.sequences):
-            forest.insert((item, row), tokens, group.read_tokens[row])
+            forest.insert((item, row), tokens, group.needed_outputs[row])
     owners, order = forest.order(range(len(groups)))
-    num_rows = np.array([forest.num_rows(o) for o in owners], np.int64)
-    return Leaves(tuple(owners), order, num_rows, forest.total)
+    num_outputs = np.array([forest.num_outputs(o) for o in owners], np.int64)
+    return Leaves(tuple(owners), order, num_outputs, forest.total)

@@ -21,7 +21,7 @@ from areal_dta.tree.leaf_order import LeafOrder
 from areal_dta.tree.prefix_forest import ForestStats
 
 # Of no model in particular: for those whose FLOPs cannot be counted, until measured.
-_NOMINAL: Final = FlopModel(per_token=2e9, per_pair=1e5, per_logit_row=2e8)
+_NOMINAL: Final = FlopModel(per_token=2e9, per_pair=1e5, per_output=2e8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,9 @@ class BatchPlanner:
             step: makes the shuffle another one at each step.
         """
         with self._lock:
-            pricing = Pricing.of(self._cost, self._block_tokens, self._retain_tokens)
+            pricing = Pricing.from_cost_model(
+                self._cost, self._block_tokens, self._retain_tokens
+            )
         groups = np.array([item for item, _ in leaves.owners], np.int64)
         parts = minibatches(leaves.order, groups, num_minibatches, self._seed + step)
         plans = []
@@ -100,7 +102,7 @@ class BatchPlanner:
                 own,
                 num_ranks,
                 pricing,
-                leaves.num_rows[picked],
+                leaves.num_outputs[picked],
                 groups[picked],
                 (TOKENS,) if self._dense else METHODS,
             )
@@ -117,14 +119,14 @@ class BatchPlanner:
             num_grad_tokens=stats.tree_tokens,
             num_no_grad_tokens=0,
             num_pairs=stats.pairs,
-            num_rows=stats.rows,
+            num_outputs=stats.num_outputs,
             num_loss_tokens=stats.sequence_tokens,
         )
         with self._lock:
             return self._cost.seconds(features)
 
     def observe(self, samples_N8: NDArray[np.float64]) -> None:
-        """Refit with measured blocks, as rows of ``BlockSample.as_row``."""
+        """Refit with measured blocks, as rows of ``BlockSample.to_floats``."""
         with self._lock:
             self._cost.observe(samples_N8)
 

@@ -45,7 +45,7 @@ class Group:
     """The sequences of one prompt."""
 
     sequences: tuple[NDArray[np.int64], ...]
-    read_tokens: tuple[NDArray[np.int64], ...]
+    needed_outputs: tuple[NDArray[np.int64], ...]
     """Of each sequence the depths of the tokens that are learned."""
     head_version: int | None
     """Policy version of the oldest first generated token; None if not recorded."""

@@ -323,8 +323,8 @@ class DTAEngine(FSDPEngine):
             dense_flops = self._flop_model.dense(lengths)
             tree_flops = self._flop_model.schedule(schedule)
             if scope == "batch":  # its first pass
-                reads = schedule.cut.reads
-                tree_flops += self._flop_model.tree(tree, training=False, reads=reads)
+                needed = schedule.cut.needed
+                tree_flops += self._flop_model.tree(tree, training=False, needed=needed)
         first_pass_tokens = stats.num_computed_tokens if scope == "batch" else 0
         TrainingWork(
             sequence_tokens=stats.num_sequence_tokens,

@@ -80,7 +80,7 @@ class Dispatched(FSDPEngine):
 
     def take_block_samples(self) -> list[list[float]]:
         """Blocks measured since the last call, of all ranks in turn, as rows of
-        ``BlockSample.as_row``. Collective."""
+        ``BlockSample.to_floats``. Collective."""
         everyone: list[Any] = [None] * dist.get_world_size(self.cpu_group)
         own = list(self._samples)
         self._samples.clear()
@@ -105,7 +105,7 @@ class Dispatched(FSDPEngine):
     def _note_samples(self) -> None:
         executor = getattr(self, "_executor", None)  # dense engines have none
         samples = getattr(executor, "last_samples", None) or ()
-        self._samples.extend(sample.as_row() for sample in samples)
+        self._samples.extend(sample.to_floats() for sample in samples)
 
     @contextmanager
     def _one_minibatch(self) -> Iterator[None]:

@@ -248,7 +248,7 @@ class BlockLayout:
 
 def lay_out(tensors: TreeTensors, segments: Sequence[int]) -> BlockLayout:
     """Lay segments out one behind the other; parents must precede children."""
-    all_segments, reads = tensors.cut.segments, tensors.cut.reads
+    all_segments, needed = tensors.cut.segments, tensors.cut.needed
     offsets: dict[int, int] = {}
     size = 0
     for index in segments:
@@ -269,9 +269,9 @@ def lay_out(tensors: TreeTensors, segments: Sequence[int]) -> BlockLayout:
         edge_position.append(np.full(len(following), end - 1, np.int64))
         edge_token += [token_S[offset + 1 : end], following]
     position_E, token_E = np.concatenate(edge_position), np.concatenate(edge_token)
-    is_read = reads.edge_T[token_E]
+    is_read = needed.edge_T[token_E]
     position_E, token_E = position_E[is_read], token_E[is_read]
-    row_R = np.flatnonzero(reads.row_T[token_S])
+    row_R = np.flatnonzero(needed.output_T[token_S])
 
     order = {index: i for i, index in enumerate(segments)}
     shape = BlockShape(

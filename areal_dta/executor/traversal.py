@@ -33,13 +33,13 @@ class ChannelState:
     """
 
     def __init__(
-        self, channel: Channel, is_read_T: Tensor, reads_all: bool, dtype: torch.dtype
+        self, channel: Channel, is_read_T: Tensor, needs_all: bool, dtype: torch.dtype
     ) -> None:
         self.channel = channel
         self.value_T = torch.zeros(len(is_read_T), dtype=dtype, device=is_read_T.device)
         self.grad_T = torch.zeros_like(self.value_T)
         self.has_grad = False
-        self._is_read_T, self._reads_all = is_read_T, reads_all
+        self._is_read_T, self._reads_all = is_read_T, needs_all
 
     def of(self, token_indices: Tensor) -> Tensor:
         """A sequence's part of the channel."""
@@ -118,14 +118,14 @@ class Traversal:
         )
         self._open: list[_OpenFragment] = []
         read_T = {
-            True: self._on_device(cut.reads.edge_T),
-            False: self._on_device(cut.reads.row_T),
+            True: self._on_device(cut.needed.edge_T),
+            False: self._on_device(cut.needed.output_T),
         }
         self.channels = [
             ChannelState(
                 channel,
                 read_T[channel.on_edges],
-                reads_all=cut.reads.is_all,
+                needs_all=cut.needed.is_all,
                 dtype=accumulation_dtype(parameter.dtype),
             )
             for channel in head.channels

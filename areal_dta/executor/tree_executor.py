@@ -33,7 +33,13 @@ from areal_dta.executor.oracle import SequenceOutput, ValueOutput
 from areal_dta.executor.outputs import make_head
 from areal_dta.executor.telemetry import BlockTimer
 from areal_dta.executor.traversal import GroupLoss, Traversal, as_scalar
-from areal_dta.schedule import BlockSample, Reads, Schedule, StepKind, build_schedule
+from areal_dta.schedule import (
+    BlockSample,
+    NeededOutputs,
+    Schedule,
+    StepKind,
+    build_schedule,
+)
 from areal_dta.tree import PrefixTree
 
 Positions = Sequence[np.ndarray]
@@ -83,7 +89,7 @@ class TreeExecutor:
             A SequenceOutput (logprobs and entropy [len-1]) or a ValueOutput (values
             [len]) for each sequence, fp32 (fp64 for an fp64 model).
         """
-        traversal = self._forward(tree, self._reads(tree, positions))
+        traversal = self._forward(tree, self._needed(tree, positions))
         kind: Any = SequenceOutput if self.outputs == "logprobs" else ValueOutput
         return [kind(*traversal.outputs(i)) for i in range(tree.num_sequences)]
 
@@ -131,27 +137,31 @@ class TreeExecutor:
                 order: exact for any loss, for one more forward.
         """
         check_model_supported(self.model, training=True)
-        reads = self._reads(tree, positions)
+        needed = self._needed(tree, positions)
         if scope == "sequence":
-            return self._train(tree, reads, group_loss, None).total_loss
+            return self._train(tree, needed, group_loss, None).total_loss
         if scope != "batch":
             raise ValueError(f"scope={scope!r}; expected sequence or batch")
-        collected = self._forward(tree, reads)
+        collected = self._forward(tree, needed)
         if tree.num_sequences:
             with torch.enable_grad():
                 collected.inject(group_loss, list(range(tree.num_sequences)))
-        self._train(tree, reads, None, collected)
+        self._train(tree, needed, None, collected)
         return collected.total_loss
 
-    def _reads(self, tree: PrefixTree, positions: Positions | None) -> Reads:
+    def _needed(self, tree: PrefixTree, positions: Positions | None) -> NeededOutputs:
         if self.outputs == "values":
-            return Reads.at_rows(tree, positions)
-        return Reads.all(tree) if positions is None else Reads.at(tree, positions)
+            return NeededOutputs.values_at(tree, positions)
+        return (
+            NeededOutputs.all(tree)
+            if positions is None
+            else NeededOutputs.logprobs_at(tree, positions)
+        )
 
-    def _forward(self, tree: PrefixTree, reads: Reads) -> Traversal:
+    def _forward(self, tree: PrefixTree, needed: NeededOutputs) -> Traversal:
         self.last_samples = []
         with torch.no_grad():
-            schedule = self._schedule(tree, reads, training=False)
+            schedule = self._schedule(tree, needed, training=False)
             traversal = self._start(tree, schedule, None)
             self._walk(tree, traversal, schedule)
         return traversal
@@ -159,28 +169,30 @@ class TreeExecutor:
     def _train(
         self,
         tree: PrefixTree,
-        reads: Reads,
+        needed: NeededOutputs,
         loss: GroupLoss | None,
         injected: Traversal | None,
     ) -> Traversal:
         if injected is None:
             self.last_samples = []
         with torch.enable_grad():
-            schedule = self._schedule(tree, reads, training=True)
+            schedule = self._schedule(tree, needed, training=True)
             traversal = self._start(tree, schedule, loss)
             if injected is not None:
                 traversal.channels = injected.channels
             self._walk(tree, traversal, schedule)
         return traversal
 
-    def _schedule(self, tree: PrefixTree, reads: Reads, training: bool) -> Schedule:
+    def _schedule(
+        self, tree: PrefixTree, needed: NeededOutputs, training: bool
+    ) -> Schedule:
         config = self.config
         schedule = build_schedule(
             tree,
             config.block_tokens,
             config.retain_tokens,
             training,
-            reads,
+            needed,
             config.fragments,
         )
         self.last_schedule = schedule

@@ -17,7 +17,12 @@ from areal.infra.rpc.rtensor import RTensor
 from numpy.typing import NDArray
 
 from areal_dta.config.schema import DTAConfig
-from areal_dta.schedule import DEFAULT_BLOCK_TOKENS, FlopModel, Reads, build_schedule
+from areal_dta.schedule import (
+    DEFAULT_BLOCK_TOKENS,
+    FlopModel,
+    NeededOutputs,
+    build_schedule,
+)
 from areal_dta.tree import PrefixTree
 
 
@@ -30,7 +35,7 @@ class BatchShape:
     tree_tokens: int
     sharing_ratio: float
     predicted_saving: float | None
-    """1 - FLOPs of the tree's schedule, for what the loss reads, / FLOPs of dense
+    """1 - FLOPs of the tree's schedule, for what the loss needed, / FLOPs of dense
     training, which projects every position; None if unknown."""
     reward: float | None
     """Mean over the sequences."""
@@ -49,7 +54,7 @@ class BatchMeter:
     ) -> None:
         """
         Args:
-            loss_positions_only: whether the engine leaves out what no loss reads.
+            loss_positions_only: whether the engine leaves out what no loss needed.
             of_scores: of a reward model, which reads each sequence's last value.
         """
         self._loss_positions_only = loss_positions_only
@@ -89,7 +94,7 @@ class BatchMeter:
                 tree,
                 self._block_tokens,
                 self._retain_tokens,
-                reads=self._reads(tree, positions),
+                needed=self._needed(tree, positions),
             )
             saving = 1.0 - 1.0 / self._flop_model.saving(tree, schedule)
         return BatchShape(
@@ -101,15 +106,19 @@ class BatchMeter:
             reward=sum(rewards) / len(rewards) if rewards else None,
         )
 
-    def _reads(
+    def _needed(
         self, tree: PrefixTree, positions: Sequence[NDArray[np.bool_]] | None
-    ) -> Reads | None:
+    ) -> NeededOutputs | None:
         if not self._of_scores:
-            return None if positions is None else Reads.at(tree, positions)
+            return (
+                None
+                if positions is None
+                else NeededOutputs.logprobs_at(tree, positions)
+            )
         if not self._loss_positions_only:
-            return Reads.at_rows(tree, None)
+            return NeededOutputs.values_at(tree, None)
         lengths = map(tree.sequence_length, range(tree.num_sequences))
-        return Reads.at_rows(tree, [np.arange(n) == n - 1 for n in lengths])
+        return NeededOutputs.values_at(tree, [np.arange(n) == n - 1 for n in lengths])
 
 
 def batch_meter(config: DTAConfig) -> BatchMeter:

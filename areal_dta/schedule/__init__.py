@@ -12,7 +12,7 @@ from areal_dta.schedule.block_features import (
 from areal_dta.schedule.flops import FlopModel
 from areal_dta.schedule.fragments import Fragment, Fragmentation, Segment, cut_tree
 from areal_dta.schedule.memory import MemoryModel
-from areal_dta.schedule.needed_outputs import Reads
+from areal_dta.schedule.needed_outputs import NeededOutputs
 from areal_dta.schedule.rounds import Round, merge_rounds, operations
 from areal_dta.schedule.schedule import (
     DEFAULT_BLOCK_TOKENS,
@@ -32,7 +32,7 @@ __all__ = [
     "Fragment",
     "Fragmentation",
     "MemoryModel",
-    "Reads",
+    "NeededOutputs",
     "Round",
     "Schedule",
     "Segment",

@@ -28,7 +28,7 @@ class BlockFeatures:
     num_no_grad_tokens: float
     num_pairs: float
     """(query, key) pairs attended to, keys on the path included."""
-    num_rows: float
+    num_outputs: float
     """Positions projected onto the vocabulary."""
     num_loss_tokens: float
     """Tokens of the sequences whose loss is evaluated at the block's exit."""
@@ -43,7 +43,7 @@ class BlockFeatures:
             self.num_grad_tokens,
             self.num_no_grad_tokens,
             self.num_pairs,
-            self.num_rows,
+            self.num_outputs,
             self.num_loss_tokens,
         )
 
@@ -61,13 +61,13 @@ class BlockSample:
     kind: str
     """TRAINING or FORWARD."""
 
-    def as_row(self) -> tuple[float, ...]:
+    def to_floats(self) -> tuple[float, ...]:
         """Features, seconds, index of the kind: plain numbers for the way between
-        processes. ``samples_from_rows`` undoes it."""
+        processes. ``samples_from_array`` undoes it."""
         return *self.features.as_tuple(), self.seconds, float(KINDS.index(self.kind))
 
 
-def samples_from_rows(rows_N8: NDArray[np.float64]) -> list[BlockSample]:
+def samples_from_array(rows_N8: NDArray[np.float64]) -> list[BlockSample]:
     return [
         BlockSample(BlockFeatures(*row[:NUM_FEATURES]), row[-2], KINDS[int(row[-1])])
         for row in np.asarray(rows_N8, np.float64).reshape(-1, 8).tolist()
@@ -94,7 +94,7 @@ def step_features(tree: PrefixTree, schedule: Schedule, step: Step) -> BlockFeat
         num_grad_tokens=step.num_tokens * step.with_grad,
         num_no_grad_tokens=step.num_tokens * (not step.with_grad),
         num_pairs=pairs,
-        num_rows=step.num_rows,
+        num_outputs=step.num_outputs,
         num_loss_tokens=loss_tokens,
     )
 

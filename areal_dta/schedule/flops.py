@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from areal_dta.schedule.needed_outputs import Reads
+from areal_dta.schedule.needed_outputs import NeededOutputs
 from areal_dta.schedule.schedule import Schedule
 from areal_dta.tree import PrefixTree
 
@@ -26,7 +26,7 @@ class FlopModel:
     """Layers' matrix products, FLOPs a token."""
     per_pair: float
     """Attention, FLOPs a (query token, key token) pair, over all layers."""
-    per_logit_row: float
+    per_output: float
     """Vocabulary projection, FLOPs a position."""
 
     @classmethod
@@ -62,14 +62,14 @@ class FlopModel:
         return cls(
             per_token=2.0 * layers * (attention + mlp),
             per_pair=4.0 * layers * heads * head_dim,
-            per_logit_row=2.0 * hidden * (1 if is_critic else size("vocab_size")),
+            per_output=2.0 * hidden * (1 if is_critic else size("vocab_size")),
         )
 
     def forward(self, tokens: float, pairs: float, logit_rows: float) -> float:
         return (
             self.per_token * tokens
             + self.per_pair * pairs
-            + self.per_logit_row * logit_rows
+            + self.per_output * logit_rows
         )
 
     def dense(self, lengths: Iterable[int], training: bool = True) -> float:
@@ -81,15 +81,18 @@ class FlopModel:
         return self.forward(tokens, pairs, tokens) * (1 + _BACKWARD * training)
 
     def tree(
-        self, tree: PrefixTree, training: bool = True, reads: Reads | None = None
+        self,
+        tree: PrefixTree,
+        training: bool = True,
+        needed: NeededOutputs | None = None,
     ) -> float:
         """FLOPs of computing what is read once: the least a tree method pays."""
-        reads = reads or Reads.all(tree)
+        needed = needed or NeededOutputs.all(tree)
         pairs = sum(
             _pairs(node.start, node.start + num_tokens)
-            for node, num_tokens in zip(tree.nodes, reads.computed, strict=True)
+            for node, num_tokens in zip(tree.nodes, needed.computed, strict=True)
         )
-        forward = self.forward(reads.num_computed_tokens, pairs, reads.num_rows)
+        forward = self.forward(needed.num_computed_tokens, pairs, needed.num_outputs)
         return forward * (1 + _BACKWARD * training)
 
     def schedule(self, schedule: Schedule) -> float:
@@ -100,18 +103,21 @@ class FlopModel:
             pairs = sum(
                 _pairs(segments[s].start, segments[s].end) for s in step.computes
             )
-            forward = self.forward(step.num_tokens, pairs, step.num_rows)
+            forward = self.forward(step.num_tokens, pairs, step.num_outputs)
             total += forward * (1 + _BACKWARD * step.with_grad)
         return total
 
     def bound(
-        self, tree: PrefixTree, training: bool = True, reads: Reads | None = None
+        self,
+        tree: PrefixTree,
+        training: bool = True,
+        needed: NeededOutputs | None = None,
     ) -> float:
         """Dense over tree FLOPs: no tree method can do with fewer.
 
         1.0 where nothing has to be computed.
         """
-        least = self.tree(tree, training, reads)
+        least = self.tree(tree, training, needed)
         return self._dense_of(tree, training) / least if least else 1.0
 
     def saving(self, tree: PrefixTree, schedule: Schedule) -> float:

@@ -23,7 +23,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_dta.schedule.needed_outputs import Reads
+from areal_dta.schedule.needed_outputs import NeededOutputs
 from areal_dta.tree import PrefixTree
 
 # (node, start, end): tokens of a node at depth [start, end)
@@ -79,7 +79,7 @@ class Fragmentation:
     """A whole tree cut into fragments. ``fragments`` is in depth-first order."""
 
     block_tokens: int
-    reads: Reads
+    needed: NeededOutputs
     segments: tuple[Segment, ...]
     fragments: tuple[Fragment, ...]
     unread_sequences: tuple[int, ...]
@@ -96,7 +96,7 @@ class Fragmentation:
     def check(self, tree: PrefixTree) -> None:
         """Assert every invariant; O(nodes + fragments)."""
         covered = sum(s.num_tokens for s in self.segments)
-        assert covered == self.reads.num_computed_tokens
+        assert covered == self.needed.num_computed_tokens
         assert [s.index for s in self.segments] == list(range(len(self.segments)))
         next_token = 0
         for s in self.segments:
@@ -132,26 +132,26 @@ class Fragmentation:
         assert sorted(ending) == list(range(tree.num_sequences))
 
 
-def cut_nodes(tree: PrefixTree, reads: Reads | None = None) -> Fragmentation:
+def cut_nodes(tree: PrefixTree, needed: NeededOutputs | None = None) -> Fragmentation:
     """One fragment a node, whatever its length: plain node-by-node traversal."""
-    reads = reads or Reads.all(tree)
+    needed = needed or NeededOutputs.all(tree)
     pieces = [
         [(node.index, node.start, node.start + num_tokens)]
-        for node, num_tokens in zip(tree.nodes, reads.computed, strict=True)
+        for node, num_tokens in zip(tree.nodes, needed.computed, strict=True)
         if num_tokens
     ]
-    longest = max(reads.computed, default=1)
-    return _assemble(tree, max(1, longest), reads, pieces)
+    longest = max(needed.computed, default=1)
+    return _assemble(tree, max(1, longest), needed, pieces)
 
 
 def cut_tree(
-    tree: PrefixTree, block_tokens: int, reads: Reads | None = None
+    tree: PrefixTree, block_tokens: int, needed: NeededOutputs | None = None
 ) -> Fragmentation:
-    """Cut what ``reads`` needs of ``tree`` into fragments.
+    """Cut what ``needed`` says of ``tree`` into fragments.
 
     Args:
         block_tokens: most tokens of a fragment.
-        reads: the outputs that are read, by default all.
+        needed: the outputs that are read, by default all.
 
     Cost: O(nodes x block_tokens) at worst, O(nodes log nodes) as a rule.
 
@@ -160,9 +160,9 @@ def cut_tree(
     """
     if block_tokens < 1:
         raise ValueError(f"block_tokens={block_tokens}; expected at least 1")
-    reads = reads or Reads.all(tree)
-    closed = _close_pieces(tree, block_tokens, reads.computed)
-    return _assemble(tree, block_tokens, reads, closed)
+    needed = needed or NeededOutputs.all(tree)
+    closed = _close_pieces(tree, block_tokens, needed.computed)
+    return _assemble(tree, block_tokens, needed, closed)
 
 
 def _close_pieces(
@@ -230,7 +230,10 @@ def _pack(pieces: list[tuple[int, list[_Piece]]], budget: int) -> list[list[_Pie
 
 
 def _assemble(
-    tree: PrefixTree, block_tokens: int, reads: Reads, closed: list[list[_Piece]]
+    tree: PrefixTree,
+    block_tokens: int,
+    needed: NeededOutputs,
+    closed: list[list[_Piece]],
 ) -> Fragmentation:
     """Number segments and fragments depth first and link them."""
     nodes = tree.nodes
@@ -273,7 +276,7 @@ def _assemble(
         )
         for i, ((node, start, end), group) in enumerate(pieces)
     )
-    ending, unread = _sequence_ends(tree, reads.computed, at_end)
+    ending, unread = _sequence_ends(tree, needed.computed, at_end)
     fragments = []
     for g in sorted(number, key=number.__getitem__):
         trunk: set[int] = set()
@@ -297,7 +300,9 @@ def _assemble(
                 path_tokens=segments[members[g][0]].start,
             )
         )
-    return Fragmentation(block_tokens, reads, segments, tuple(fragments), tuple(unread))
+    return Fragmentation(
+        block_tokens, needed, segments, tuple(fragments), tuple(unread)
+    )
 
 
 def _sequence_ends(

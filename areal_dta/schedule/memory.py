@@ -108,16 +108,18 @@ class MemoryModel:
         """Bytes of K/V and their accumulators, of the path buffer or of trunks."""
         return num_tokens * (self.kv_bytes + self.kv_grad_bytes * training)
 
-    def graph(self, num_tokens: float, num_rows: float) -> float:
+    def graph(self, num_tokens: float, num_outputs: float) -> float:
         """Bytes of live graphs. A block whose rows fit one chunk keeps its logits."""
-        return num_tokens * self.graph_bytes + num_rows * (
+        return num_tokens * self.graph_bytes + num_outputs * (
             self.hidden_bytes + self.vocab_size * self.element_bytes
         )
 
-    def working(self, block_tokens: int, num_rows: int, training: bool = True) -> float:
+    def working(
+        self, block_tokens: int, num_outputs: int, training: bool = True
+    ) -> float:
         """Bytes that one block needs in passing, beside its graph."""
         logits = min(
-            num_rows * self.vocab_size,
+            num_outputs * self.vocab_size,
             max(self.logit_chunk_elements, self.vocab_size),
         )
         slab = min(logits, max(self.logit_slab_elements, self.vocab_size))
@@ -135,9 +137,9 @@ class MemoryModel:
         """Peak bytes of a traversal, its three parts taken at their worst."""
         cut, training = schedule.cut, schedule.training
         block = max((s.num_tokens for s in schedule.steps), default=0)
-        rows = max((s.num_rows for s in schedule.steps), default=0)
+        rows = max((s.num_outputs for s in schedule.steps), default=0)
         # rows are spread over the graph as over the tree
-        per_token = cut.reads.num_rows / max(1, cut.reads.num_computed_tokens)
+        per_token = cut.needed.num_outputs / max(1, cut.needed.num_computed_tokens)
         graph_rows = max(rows * training, per_token * schedule.peak_graph_tokens)
         return (
             self.path(schedule.peak_kv_tokens, training)

@@ -21,12 +21,12 @@ BoolArray = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Reads:
+class NeededOutputs:
     """Outputs that are read, and the tokens to compute for them."""
 
     edge_T: BoolArray
     """Whether the logprob of a token, given its path, is read by some sequence."""
-    row_T: BoolArray
+    output_T: BoolArray
     """Whether an output is read at a token's position: every edge's parent is one."""
     computed: tuple[int, ...]
     """Per node: how many of its tokens have to be computed, from its top."""
@@ -38,11 +38,11 @@ class Reads:
         return sum(self.computed)
 
     @property
-    def num_rows(self) -> int:
-        return int(self.row_T.sum())
+    def num_outputs(self) -> int:
+        return int(self.output_T.sum())
 
     @classmethod
-    def all(cls, tree: PrefixTree) -> Reads:
+    def all(cls, tree: PrefixTree) -> NeededOutputs:
         """Every logprob and entropy: only a leaf's last token predicts nothing."""
         edge_T = np.ones(tree.num_tree_tokens, dtype=bool)
         for node in tree.nodes:
@@ -51,9 +51,9 @@ class Reads:
         return cls._from_edges(tree, edge_T, is_all=True)
 
     @classmethod
-    def at_rows(
+    def values_at(
         cls, tree: PrefixTree, positions: Sequence[NDArray[np.generic]] | None
-    ) -> Reads:
+    ) -> NeededOutputs:
         """No logprobs, but an output at each token itself, such as a critic's value.
 
         Args:
@@ -63,15 +63,17 @@ class Reads:
         Raises:
             ValueError: a mask is missing or has the wrong length; names the sequence.
         """
-        row_T = np.full(tree.num_tree_tokens, positions is None)
+        output_T = np.full(tree.num_tree_tokens, positions is None)
         if positions is not None:
             for i, mask in _checked(tree, positions, 0):
-                row_T[tree.token_indices(i)] |= mask
-        edge_T = np.zeros_like(row_T)
-        return cls(edge_T, row_T, _computed(tree, row_T), positions is None)
+                output_T[tree.token_indices(i)] |= mask
+        edge_T = np.zeros_like(output_T)
+        return cls(edge_T, output_T, _computed(tree, output_T), positions is None)
 
     @classmethod
-    def at(cls, tree: PrefixTree, positions: Sequence[NDArray[np.generic]]) -> Reads:
+    def logprobs_at(
+        cls, tree: PrefixTree, positions: Sequence[NDArray[np.generic]]
+    ) -> NeededOutputs:
         """Only some outputs of each sequence.
 
         Args:
@@ -86,13 +88,17 @@ class Reads:
         return cls._from_edges(tree, edge_T, is_all=False)
 
     @classmethod
-    def _from_edges(cls, tree: PrefixTree, edge_T: BoolArray, is_all: bool) -> Reads:
-        row_T = np.zeros(tree.num_tree_tokens, dtype=bool)
-        row_T[:-1] = edge_T[1:]  # within a node the next token comes next
+    def _from_edges(
+        cls, tree: PrefixTree, edge_T: BoolArray, is_all: bool
+    ) -> NeededOutputs:
+        output_T = np.zeros(tree.num_tree_tokens, dtype=bool)
+        output_T[:-1] = edge_T[1:]  # within a node the next token comes next
         for node in tree.nodes:
             last = node.first_token + node.num_tokens - 1
-            row_T[last] = any(edge_T[tree.nodes[c].first_token] for c in node.children)
-        return cls(edge_T, row_T, _computed(tree, row_T), is_all)
+            output_T[last] = any(
+                edge_T[tree.nodes[c].first_token] for c in node.children
+            )
+        return cls(edge_T, output_T, _computed(tree, output_T), is_all)
 
 
 def _checked(
@@ -114,13 +120,13 @@ def _checked(
         yield i, np.asarray(mask, dtype=bool)
 
 
-def _computed(tree: PrefixTree, row_T: BoolArray) -> tuple[int, ...]:
+def _computed(tree: PrefixTree, output_T: BoolArray) -> tuple[int, ...]:
     computed = [0] * len(tree.nodes)
     for node in reversed(tree.nodes):  # children before parents
         if any(computed[c] for c in node.children):
             computed[node.index] = node.num_tokens
         else:
             end = node.first_token + node.num_tokens
-            read = np.flatnonzero(row_T[node.first_token : end])
+            read = np.flatnonzero(output_T[node.first_token : end])
             computed[node.index] = int(read[-1]) + 1 if len(read) else 0
     return tuple(computed)

@@ -20,7 +20,7 @@ from enum import Enum
 import numpy as np
 
 from areal_dta.schedule.fragments import Fragmentation, cut_nodes, cut_tree
-from areal_dta.schedule.needed_outputs import Reads
+from areal_dta.schedule.needed_outputs import NeededOutputs
 from areal_dta.schedule.retention import choose_retained
 from areal_dta.tree import PrefixTree
 
@@ -45,7 +45,7 @@ class Step:
     """Whether that forward keeps an autograd graph."""
     num_tokens: int
     """Tokens of ``computes``."""
-    num_rows: int
+    num_outputs: int
     """Positions of ``computes`` that are projected onto the vocabulary."""
 
 
@@ -81,7 +81,7 @@ def build_schedule(
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
     retain_tokens: int | None = None,
     training: bool = True,
-    reads: Reads | None = None,
+    needed: NeededOutputs | None = None,
     fragments: str = "packed",
 ) -> Schedule:
     """Plan the traversal of a tree.
@@ -91,7 +91,7 @@ def build_schedule(
         retain_tokens: most tokens whose graph may wait for an exit; 0 retains none
             (least memory), None all (no recomputation).
         training: False plans a forward-only traversal without graphs.
-        reads: the outputs that are read, by default all.
+        needed: the outputs that are read, by default all.
         fragments: ``packed`` fills blocks up to ``block_tokens``; ``node`` runs one
             tree node a block, however long, as the plain method does.
 
@@ -105,12 +105,14 @@ def build_schedule(
     if fragments not in ("packed", "node"):
         raise ValueError(f"fragments={fragments!r}; expected packed or node")
     if fragments == "node":
-        cut = cut_nodes(tree, reads)
+        cut = cut_nodes(tree, needed)
     else:
-        cut = cut_tree(tree, block_tokens, reads)
-    rows_before = np.concatenate([[0], np.cumsum(cut.reads.row_T)])
-    num_rows = [
-        int(rows_before[s.first_token + s.num_tokens] - rows_before[s.first_token])
+        cut = cut_tree(tree, block_tokens, needed)
+    outputs_before = np.concatenate([[0], np.cumsum(cut.needed.output_T)])
+    num_outputs = [
+        int(
+            outputs_before[s.first_token + s.num_tokens] - outputs_before[s.first_token]
+        )
         for s in cut.segments
     ]
     retained = choose_retained(cut.fragments, retain_tokens)
@@ -138,7 +140,7 @@ def build_schedule(
                     computes,
                     keep_graph,
                     f.num_tokens if whole else f.num_trunk_tokens,
-                    sum(num_rows[s] for s in computes),
+                    sum(num_outputs[s] for s in computes),
                 )
             )
             graph += f.num_tokens if keep_graph else 0
@@ -155,7 +157,7 @@ def build_schedule(
                     computes,
                     training and run_now,
                     f.num_tokens if run_now else 0,
-                    sum(num_rows[s] for s in computes),
+                    sum(num_outputs[s] for s in computes),
                 )
             )
             graph += f.num_tokens if training and run_now else 0
@@ -173,7 +175,7 @@ def build_schedule(
         num_blocks=sum(1 for s in steps if s.computes),
         num_forward_tokens=sum(s.num_tokens for s in steps),
         num_recomputed_tokens=recomputed,
-        num_backward_tokens=cut.reads.num_computed_tokens if training else 0,
+        num_backward_tokens=cut.needed.num_computed_tokens if training else 0,
         peak_graph_tokens=peak_graph,
         peak_kv_tokens=peak_kv,
     )

@@ -32,7 +32,7 @@ class ForestStats:
     tree_tokens: int = 0
     pairs: int = 0
     """(query, key) pairs that attention computes."""
-    rows: int = 0
+    num_outputs: int = 0
     """Outputs that are read, shared ones counted once."""
 
 
@@ -40,7 +40,7 @@ class ForestStats:
 class _Leaf:
     key: tuple[bytes, Owner]
     """Token ids, big-endian: bytes sort as the ids do."""
-    read_tokens: NDArray[np.int32]
+    needed_outputs: NDArray[np.int32]
     """Depths of the tokens whose logprob is read, rising."""
 
     @property
@@ -59,7 +59,7 @@ class _Leaf:
             length,
             length - shared,
             (length * (length + 1) - shared * (shared + 1)) // 2,
-            len(self.read_tokens) - int(self.read_tokens.searchsorted(shared)),
+            len(self.needed_outputs) - int(self.needed_outputs.searchsorted(shared)),
         )
 
 
@@ -99,16 +99,16 @@ class PrefixForest:
         self,
         owner: Owner,
         tokens: NDArray[np.integer],
-        read_tokens: NDArray[np.integer],
+        needed_outputs: NDArray[np.integer],
     ) -> None:
         """
         Args:
             tokens: ids, 1-D, at least one, 0 <= id < 2**32.
-            read_tokens: depths of the tokens whose logprob is read, rising.
+            needed_outputs: depths of the tokens whose logprob is read, rising.
         """
         assert owner not in self._key_of and len(tokens), owner
         key = (tokens.astype(">u4").tobytes(), owner)
-        leaf = _Leaf(key, read_tokens.astype(np.int32))
+        leaf = _Leaf(key, needed_outputs.astype(np.int32))
         at = bisect_left(self._keys, key)
         shared = _common(self._leaves[at - 1], leaf) if at else 0
         if at < len(self._leaves):  # the right neighbour has a new left one
@@ -160,9 +160,9 @@ class PrefixForest:
         numbers = np.arange(len(owners), dtype=np.int64)
         return owners, LeafOrder(numbers, chosen.length_N, chosen.lcp_N)
 
-    def num_rows(self, owner: Owner) -> int:
+    def num_outputs(self, owner: Owner) -> int:
         """Outputs that are read of a sequence."""
-        return len(self._leaf(owner).read_tokens)
+        return len(self._leaf(owner).needed_outputs)
 
     def stats(self, owners: Sequence[Owner], order: LeafOrder) -> ForestStats:
         """Of the forest of some sequences by themselves, as ``order`` gave them."""

@@ -23,12 +23,12 @@ _GSM8K_ANSWER_MEDIAN, _GSM8K_ANSWER_SIGMA, _GSM8K_LONGEST = 180, 0.5, 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """What ``partition`` wants; ``rows`` and ``groups`` by sequence number."""
+    """What ``partition`` wants; ``num_outputs`` and ``groups`` by sequence number."""
 
     name: str
     source: str
     order: LeafOrder
-    rows: IntArray
+    num_outputs: IntArray
     groups: IntArray
 
 
@@ -40,9 +40,9 @@ def computed_lengths(workload: Workload) -> IntArray:
 
 def batch_of(workload: Workload, groups: IntArray) -> Batch:
     tree = PrefixTree.from_sequences(workload.sequences)
-    rows = np.array([int(m.sum()) for m in workload.loss_masks], np.int64)
+    num_outputs = np.array([int(m.sum()) for m in workload.loss_masks], np.int64)
     order = LeafOrder.from_tree(tree, computed_lengths(workload))
-    return Batch(workload.name, workload.source, order, rows, groups)
+    return Batch(workload.name, workload.source, order, num_outputs, groups)
 
 
 def tau2_workload(
@@ -57,6 +57,36 @@ def tau2_workload(
     with np.load(replayed, allow_pickle=False) as data:
         tasks = data["task_id"][: len(workload.sequences)]
     return workload, np.unique(tasks, return_inverse=True)[1].reshape(-1)
+
+
+def conversations(
+    num_prompts: int, num_trajectories: int = 8, num_calls: int = 12, seed: int = 0
+) -> tuple[LeafOrder, IntArray, IntArray]:
+    """Batch shaped like tau2: a system prompt of 4,828 tokens, one sequence per call,
+    four tokens of empty thinking before each completion.
+
+    Returns:
+        Order, prompt of each sequence, needed outputs of each sequence.
+    """
+    rng = np.random.default_rng(seed)
+    lengths, lcps, prompts, outputs = [], [], [], []
+    for prompt in range(num_prompts):
+        first_turn = int(rng.integers(100, 501))
+        for trajectory in range(num_trajectories):
+            history, shared = 4828, 4828 if prompt else 0
+            if trajectory:
+                shared = history + first_turn
+            calls = int(rng.integers(num_calls // 2, num_calls * 3 // 2 + 1))
+            for call in range(calls):
+                asked = history + (int(rng.integers(100, 501)) if call else first_turn)
+                completion = int(rng.integers(60, 241))
+                lengths.append(asked + 4 + completion)
+                lcps.append(shared)
+                prompts.append(prompt)
+                outputs.append(completion)
+                shared, history = asked, asked + completion
+    order = LeafOrder.from_arrays(lengths, lcps)
+    return order, np.array(prompts), np.array(outputs)
 
 
 def gsm8k(num_sequences: int, seed: int) -> Batch:
@@ -92,5 +122,7 @@ def replicated(batch: Batch, num_sequences: int) -> Batch:
     groups = np.repeat(np.arange(copies), n) * num_groups
     groups += np.tile(batch.groups[by_position], copies)
     large = LeafOrder.from_arrays(np.tile(order.length_N, copies), lcp)
-    rows = np.tile(batch.rows[by_position], copies)
-    return Batch(batch.name, f"{batch.source}, {copies} copies", large, rows, groups)
+    num_outputs = np.tile(batch.num_outputs[by_position], copies)
+    return Batch(
+        batch.name, f"{batch.source}, {copies} copies", large, num_outputs, groups
+    )

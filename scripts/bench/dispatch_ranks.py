@@ -46,7 +46,7 @@ class RankJob:
 @dataclass(frozen=True, slots=True)
 class RankResult:
     samples: list[list[float]]
-    """Blocks of the warm-up, as ``BlockSample.as_row`` has them."""
+    """Blocks of the warm-up, as ``BlockSample.to_floats`` has them."""
     blocks: dict[str, list[list[float]]]
     """Those of the plans, of all repeats."""
     seconds: dict[str, list[float]]
@@ -150,7 +150,7 @@ def _measure(job: RankJob, rank: int) -> dict[str, Any]:
     samples: list[list[float]] = []
     for _ in range(WARM_UP_RUNS):
         run(job.warm_up[rank])
-        samples += (list(s.as_row()) for s in executor.last_samples)
+        samples += (list(s.to_floats()) for s in executor.last_samples)
     blocks: dict[str, list[list[float]]] = {name: [] for name in job.plans}
     seconds: dict[str, list[float]] = {name: [] for name in job.plans}
     checksum: dict[str, float] = {}
@@ -158,7 +158,7 @@ def _measure(job: RankJob, rank: int) -> dict[str, Any]:
         for name, assignments in job.plans.items():
             seconds[name].append(run(assignments[rank]))
             if assignments[rank]:
-                blocks[name] += (list(s.as_row()) for s in executor.last_samples)
+                blocks[name] += (list(s.to_floats()) for s in executor.last_samples)
             checksum[name] = _checksum(model)
     return {
         "samples": samples,

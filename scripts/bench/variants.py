@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor
-from areal_dta.schedule import FlopModel, Reads
+from areal_dta.schedule import FlopModel, NeededOutputs
 from bench.work import Work
 
 _ENTROPY_ROWS = 1024
@@ -186,7 +186,7 @@ class Packed:
 
 
 class Tree:
-    """The executor, with logits at every position or where the loss reads."""
+    """The executor, with logits at every position or where the loss needed."""
 
     def __init__(
         self, name: str, model: Any, config: ExecutorConfig, loss_positions_only: bool
@@ -209,7 +209,9 @@ class Tree:
     def least_flops(self, work: Work) -> float:
         if not self._loss_positions_only:
             return self._flops.tree(work.tree)
-        return self._flops.tree(work.tree, reads=Reads.at(work.tree, work.positions))
+        return self._flops.tree(
+            work.tree, needed=NeededOutputs.logprobs_at(work.tree, work.positions)
+        )
 
 
 def make_variant(name: str, model: Any, budgets: dict[str, Any]) -> Variant:

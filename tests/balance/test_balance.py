@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from areal_dta.balance import partition
-from areal_dta.balance.bounds import least_makespan, least_total
+from areal_dta.balance.bounds import min_makespan, min_total
 from areal_dta.balance.partition import MAX_IMBALANCE, MAX_TOTAL
-from areal_dta.balance.pricing import RangePrices, rows_in_order
+from areal_dta.balance.pricing import RangePrices, outputs_in_order
 from areal_dta.tree import LeafOrder, PrefixTree
 from tests.balance.shapes import PRICING, conversations
 
@@ -117,7 +117,7 @@ def airline():
 
 def plan_and_prices(airline, num_ranks):
     order, rows, groups = airline
-    prices = RangePrices(PRICING, order, rows_in_order(order, rows))
+    prices = RangePrices(PRICING, order, outputs_in_order(order, rows))
     return partition(order, num_ranks, PRICING, rows, groups), prices
 
 
@@ -132,7 +132,7 @@ def test_recorded_episodes_are_balanced(airline, num_ranks):
 def test_episodes_that_have_to_be_split_cost_what_they_must(airline, num_ranks):
     plan, prices = plan_and_prices(airline, num_ranks)
     most = MAX_IMBALANCE * MAX_TOTAL * cheapest(plan) / num_ranks
-    least = least_total(PRICING, airline[0], prices, num_ranks, most)
+    least = min_total(PRICING, airline[0], prices, num_ranks, most)
     assert MAX_TOTAL * cheapest(plan) < least < np.inf  # both limits: impossible
     assert plan.imbalance <= MAX_IMBALANCE
     assert plan.makespan_seconds <= most
@@ -141,7 +141,7 @@ def test_episodes_that_have_to_be_split_cost_what_they_must(airline, num_ranks):
 
 def test_no_plan_is_faster_than_the_longest_sequence(airline):
     plan, prices = plan_and_prices(airline, 16)
-    least = least_makespan(PRICING, airline[0], prices, 16)
+    least = min_makespan(PRICING, airline[0], prices, 16)
     share = cheapest(plan) / 16
     assert least > MAX_IMBALANCE * MAX_TOTAL * share  # both limits: impossible
     assert plan.makespan_seconds == pytest.approx(least, rel=1e-3)

@@ -16,10 +16,10 @@ from areal_dta.schedule import (
     build_schedule,
     schedule_features,
 )
-from areal_dta.schedule.block_features import samples_from_rows
+from areal_dta.schedule.block_features import samples_from_array
 from tests.builders import make_tree
 
-FLOPS = FlopModel(per_token=4e7, per_pair=2e4, per_logit_row=1.6e7)
+FLOPS = FlopModel(per_token=4e7, per_pair=2e4, per_output=1.6e7)
 # Seconds that FLOPs do not tell: a large overhead, attention three times as slow.
 TRUE = {
     TRAINING: np.array([4e-3, 3e-5, 0.0, 4e-9, 6e-6, 2e-8]),
@@ -66,13 +66,13 @@ def test_it_starts_from_flops():
     c = model.coefficients(TRAINING)
     assert c.per_grad_token == pytest.approx(3 * 4e7 / 1e12)
     assert c.per_pair == pytest.approx(3 * 2e4 / 1e12)
-    assert c.per_row == pytest.approx(3 * 1.6e7 / 1e12)
+    assert c.per_output == pytest.approx(3 * 1.6e7 / 1e12)
     forward = model.coefficients(FORWARD)
     assert forward.per_no_grad_token == pytest.approx(4e7 / 1e12)
     assert forward.per_loss_token == 0
     features = BlockFeatures(2, 10, 0, 100, 3, 0)
     expected = 2 * c.per_block + 10 * c.per_grad_token + 100 * c.per_pair
-    assert model.seconds(features) == pytest.approx(expected + 3 * c.per_row)
+    assert model.seconds(features) == pytest.approx(expected + 3 * c.per_output)
 
 
 @pytest.mark.parametrize("kind", [TRAINING, FORWARD])
@@ -117,8 +117,8 @@ def test_what_blocks_do_not_tell_apart_keeps_the_ratio_of_flops():
     model.observe(
         [BlockSample(f, ten_times_slower.seconds(f), TRAINING) for f in features]
     )
-    expected = ten_times_slower.coefficients().per_row
-    assert model.coefficients().per_row == pytest.approx(expected, rel=1e-3)
+    expected = ten_times_slower.coefficients().per_output
+    assert model.coefficients().per_output == pytest.approx(expected, rel=1e-3)
 
 
 def test_useless_samples_are_counted_and_left_out():
@@ -136,8 +136,8 @@ def test_rows_in_an_array_say_the_same_as_samples():
     rng = np.random.default_rng(3)
     samples = measured(rng, blocks(rng, 30))
     samples += measured(rng, blocks(rng, 30, FORWARD), FORWARD)
-    rows = np.array([s.as_row() for s in samples])
-    assert samples_from_rows(rows) == samples
+    rows = np.array([s.to_floats() for s in samples])
+    assert samples_from_array(rows) == samples
     one, other = CostModel.from_flops(FLOPS), CostModel.from_flops(FLOPS)
     one.observe(samples)
     other.observe(rows)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_dta.balance.bounds import least_makespan, least_total
+from areal_dta.balance.bounds import min_makespan, min_total
 from areal_dta.balance.packing import packings
 from areal_dta.balance.pricing import RangePrices, price_subsets
 from areal_dta.tree import LeafOrder
@@ -32,10 +32,10 @@ def all_partitions(order, num_ranks):
 def test_no_partition_is_below_the_bounds(batch, num_ranks, share):
     order = LeafOrder.from_sequences(batch)
     prices = priced(order)
-    least = least_makespan(PRICING, order, prices, num_ranks)
+    least = min_makespan(PRICING, order, prices, num_ranks)
     limit = prices.price(0, len(order)) * share
-    total = least_total(PRICING, order, prices, num_ranks)
-    within = least_total(PRICING, order, prices, num_ranks, limit)
+    total = min_total(PRICING, order, prices, num_ranks)
+    within = min_total(PRICING, order, prices, num_ranks, limit)
     assert within >= total
     for seconds, is_full in all_partitions(order, num_ranks):
         assert seconds.max() >= least * (1 - 1e-9)
@@ -50,11 +50,11 @@ def test_a_branch_beyond_the_limit_repeats_the_path_to_its_cut():
     # branch; 10 tokens in front of all
     order = LeafOrder.from_arrays([150, 250, 350, 60], [0, 110, 210, 10])
     prices = priced(order)
-    free = least_total(PRICING, order, prices, 2)
+    free = min_total(PRICING, order, prices, 2)
     assert free == pytest.approx(prices.price(0, 4) + path(10))
     # the two deepest calls fit: the first is cut off where it leaves their path
     limit = prices.price(1, 3)
-    cut = least_total(PRICING, order, prices, 2, limit)
+    cut = min_total(PRICING, order, prices, 2, limit)
     assert cut == pytest.approx(free + path(110) - path(10))
     seconds, _ = price_subsets(
         PRICING, order, order.length_N, np.array([1, 0, 0, 1], np.int64), 2
@@ -62,7 +62,7 @@ def test_a_branch_beyond_the_limit_repeats_the_path_to_its_cut():
     assert seconds.max() == pytest.approx(limit)
     assert seconds.sum() == pytest.approx(cut)  # so the bound is reached
     alone = prices.price(2, 3)
-    assert least_total(PRICING, order, prices, 2, alone * 0.99) == np.inf
+    assert min_total(PRICING, order, prices, 2, alone * 0.99) == np.inf
 
 
 def path(num_tokens):

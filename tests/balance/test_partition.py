@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from areal_dta.balance import Pricing, micro_batches, minibatches, partition
 from areal_dta.balance.contiguous import contiguous_cuts
 from areal_dta.balance.first_fit import by_tokens, by_tree_tokens
-from areal_dta.balance.local_search import refine
+from areal_dta.balance.local_search import local_search
 from areal_dta.balance.partition import METHODS
-from areal_dta.balance.pricing import RangePrices, price_subsets, rows_in_order
-from areal_dta.schedule import Reads, build_schedule
+from areal_dta.balance.pricing import RangePrices, outputs_in_order, price_subsets
+from areal_dta.schedule import NeededOutputs, build_schedule
 from areal_dta.schedule.block_features import FORWARD, TRAINING
 from areal_dta.tree import LeafOrder, PrefixTree
 from tests.balance.shapes import COST, PRICING, conversations
@@ -31,7 +31,7 @@ def by_hand(batch, pricing=PRICING):
     return (
         pricing.per_token * tree.num_tree_tokens
         + pricing.per_pair * pairs_of(tree)
-        + (pricing.per_row + pricing.per_loss_token) * tokens
+        + (pricing.per_output + pricing.per_loss_token) * tokens
     )
 
 
@@ -66,8 +66,8 @@ def test_any_subset_costs_what_its_tree_does(batch, data):
 def test_what_is_recomputed_is_priced_forward_only():
     # one sequence of 100 tokens; the 60 that are furthest from its end run twice
     order = LeafOrder.from_arrays([100], [0])
-    pricing = Pricing.of(COST, block_tokens=10, retain_tokens=40)
-    once = Pricing.of(COST, block_tokens=10)
+    pricing = Pricing.from_cost_model(COST, block_tokens=10, retain_tokens=40)
+    once = Pricing.from_cost_model(COST, block_tokens=10)
     extra = RangePrices(pricing, order, order.length_N).price(0, 1)
     extra -= RangePrices(once, order, order.length_N).price(0, 1)
     c = COST.coefficients(FORWARD)
@@ -78,7 +78,7 @@ def test_what_is_recomputed_is_priced_forward_only():
 def test_forward_only_has_prices_of_its_own():
     order = LeafOrder.from_arrays([100], [0])
     trained = RangePrices(PRICING, order, order.length_N).price(0, 1)
-    pricing = Pricing.of(COST, training=False)
+    pricing = Pricing.from_cost_model(COST, training=False)
     forward = RangePrices(pricing, order, order.length_N).price(0, 1)
     assert 2.9 < trained / forward < 3.1  # a backward costs two forwards
 
@@ -88,11 +88,11 @@ def test_the_price_is_near_that_of_the_schedule():
     prompt = rng.integers(0, 50, 300)
     batch = [np.concatenate([prompt, rng.integers(0, 50, 200)]) for _ in range(20)]
     tree = PrefixTree.from_sequences(batch)
-    schedule = build_schedule(tree, 512, reads=Reads.all(tree))
+    schedule = build_schedule(tree, 512, needed=NeededOutputs.all(tree))
     order = LeafOrder.from_tree(tree)
     approximate = RangePrices(PRICING, order, order.length_N).price(0, 20)
     # rows are counted for each sequence; these share a prompt
-    approximate -= 19 * 300 * PRICING.per_row
+    approximate -= 19 * 300 * PRICING.per_output
     assert approximate == pytest.approx(COST.schedule_seconds(tree, schedule), rel=0.05)
 
 
@@ -146,7 +146,7 @@ def test_moves_never_make_it_slower(batch, num_ranks, data):
     prices = RangePrices(PRICING, order, order.length_N)
     ranks = st.integers(0, num_ranks - 1)
     rank_N = np.array([data.draw(ranks) for _ in batch], np.int64)
-    moved_N, num_moves, _ = refine(PRICING, order, prices, rank_N, num_ranks)
+    moved_N, num_moves, _ = local_search(PRICING, order, prices, rank_N, num_ranks)
     before, _ = price_subsets(PRICING, order, order.length_N, rank_N, num_ranks)
     after, _ = price_subsets(PRICING, order, order.length_N, moved_N, num_ranks)
     if num_moves:
@@ -160,7 +160,7 @@ def test_a_long_branch_between_two_cuts_is_moved():
     order = LeafOrder.from_arrays([400, 600, 200], [0, 0, 0])
     prices = RangePrices(PRICING, order, order.length_N)
     cut_N = np.array([0, 1, 1])
-    moved_N, num_moves, _ = refine(PRICING, order, prices, cut_N, 2)
+    moved_N, num_moves, _ = local_search(PRICING, order, prices, cut_N, 2)
     assert num_moves == 1
     assert moved_N[0] == moved_N[2] != moved_N[1]
 
@@ -228,7 +228,7 @@ def test_nothing_to_do_and_fewer_sequences_than_ranks():
     two = partition(LeafOrder.from_sequences([[1, 2], [3]]), 4, PRICING)
     assert sorted(map(len, two.assignments)) == [0, 0, 1, 1]
     unread = LeafOrder.from_tree(PrefixTree.from_sequences([[1], [2]]), [0, 0])
-    plan = partition(unread, 2, PRICING, rows=[0, 0])
+    plan = partition(unread, 2, PRICING, num_outputs=[0, 0])
     assert sorted(s for part in plan.assignments for s in part) == [0, 1]
 
 
@@ -243,14 +243,14 @@ def test_bad_arguments_are_refused():
         partition(order, 0, PRICING)
     with pytest.raises(ValueError, match="methods"):
         partition(order, 1, PRICING, methods=["best"])
-    with pytest.raises(ValueError, match="rows has shape"):
-        partition(order, 1, PRICING, rows=[1])
+    with pytest.raises(ValueError, match="num_outputs has shape"):
+        partition(order, 1, PRICING, num_outputs=[1])
     with pytest.raises(ValueError, match="groups has shape"):
         partition(order, 1, PRICING, groups=[1, 2, 3])
     with pytest.raises(ValueError, match="block_tokens=0"):
-        Pricing.of(COST, block_tokens=0)
+        Pricing.from_cost_model(COST, block_tokens=0)
     with pytest.raises(ValueError, match="retain_tokens=-1"):
-        Pricing.of(COST, retain_tokens=-1)
+        Pricing.from_cost_model(COST, retain_tokens=-1)
 
 
 def test_the_field_keeps_prompts_together():
@@ -325,6 +325,6 @@ def test_micro_batches_keep_the_budget(batch, budget):
 
 def test_rows_are_put_in_order():
     order = LeafOrder.from_sequences([[2, 2], [1]])
-    assert rows_in_order(order, [7, 5]).tolist() == [5, 7]
-    assert rows_in_order(order, None).tolist() == [1, 2]
+    assert outputs_in_order(order, [7, 5]).tolist() == [5, 7]
+    assert outputs_in_order(order, None).tolist() == [1, 2]
     assert {TRAINING, FORWARD} == {"training", "forward"}

@@ -40,7 +40,7 @@ def test_what_it_knows_of_what_waits():
 
 
 def test_predicted_seconds_grow_with_the_tree():
-    planner = BatchPlanner(FlopModel(per_token=1e6, per_pair=10, per_logit_row=1e5))
+    planner = BatchPlanner(FlopModel(per_token=1e6, per_pair=10, per_output=1e5))
     collector = Collector()
     seconds = []
     for number, item in enumerate(items_of(5)):

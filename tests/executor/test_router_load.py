@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor
-from areal_dta.schedule import Reads
+from areal_dta.schedule import NeededOutputs
 from areal_dta.tree import PrefixTree
 from tests.builders import random_batch
 from tests.models import VOCAB_SIZE, gradients, tiny_model
@@ -44,10 +44,10 @@ def loads_one_by_one(model, batch, tree, is_computed_T):
     return tuple(tuple(total.tolist()) for total in totals)
 
 
-def computed_tokens(tree, reads):
+def computed_tokens(tree, needed):
     parts = [
         np.arange(node.num_tokens) < num_tokens
-        for node, num_tokens in zip(tree.nodes, reads.computed, strict=True)
+        for node, num_tokens in zip(tree.nodes, needed.computed, strict=True)
     ]
     return np.concatenate(parts)
 
@@ -59,7 +59,7 @@ def test_counts_are_those_of_separate_sequences(name, budgets):
     batch = random_batch(np.random.default_rng(4), 12, 24, VOCAB_SIZE)
     tree = PrefixTree.from_sequences(batch)
     executor = TreeExecutor(model, ExecutorConfig(*budgets, router_load=True))
-    mask = computed_tokens(tree, Reads.all(tree))
+    mask = computed_tokens(tree, NeededOutputs.all(tree))
     expected = loads_one_by_one(model, batch, tree, mask)
     num_choices = model.config.num_experts_per_tok * int(
         sum(mask[tree.token_indices(i)].sum() for i in range(len(batch)))
@@ -83,7 +83,7 @@ def test_only_what_is_computed_counts():
     executor.forward_backward(
         tree, lambda i, lp, h: lp[3] if i == 0 else lp.sum() * 0, positions
     )
-    mask = computed_tokens(tree, Reads.at(tree, positions))
+    mask = computed_tokens(tree, NeededOutputs.logprobs_at(tree, positions))
     expected = loads_one_by_one(model, batch, tree, mask)
     assert executor.last_stats.expert_load == expected
     # three sequences are part of tokens 1 and 2, two of 3, one of 4

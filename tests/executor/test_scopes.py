@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForTokenClassification
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor, oracle
-from areal_dta.schedule import Reads
+from areal_dta.schedule import NeededOutputs
 from areal_dta.tree import PrefixTree
 from tests.builders import batches, random_batch
 from tests.models import (
@@ -198,8 +198,8 @@ def test_a_model_with_several_labels_is_refused(value_model):
 
 def test_reads_of_values_are_rows_without_edges():
     tree = PrefixTree.from_sequences([[1, 2, 3], [1, 2]])
-    everywhere = Reads.at_rows(tree, None)
-    assert everywhere.num_rows == everywhere.num_computed_tokens == 3
+    everywhere = NeededOutputs.values_at(tree, None)
+    assert everywhere.num_outputs == everywhere.num_computed_tokens == 3
     assert not everywhere.edge_T.any() and everywhere.is_all
-    last = Reads.at_rows(tree, [np.zeros(3, bool), np.array([False, True])])
-    assert last.num_rows == 1 and last.num_computed_tokens == 2
+    last = NeededOutputs.values_at(tree, [np.zeros(3, bool), np.array([False, True])])
+    assert last.num_outputs == 1 and last.num_computed_tokens == 2

@@ -157,7 +157,7 @@ class TestMetrics:
 class TestMeter:
     def test_a_reward_model_reads_the_last_value_alone(self) -> None:
         """By hand: a model whose FLOPs are its tokens, and 10 for each output."""
-        flops = FlopModel(per_token=1.0, per_pair=0.0, per_logit_row=10.0)
+        flops = FlopModel(per_token=1.0, per_pair=0.0, per_output=10.0)
         batch = [
             {
                 "input_ids": torch.tensor([ids]),
@@ -171,7 +171,7 @@ class TestMeter:
         assert shape.predicted_saving == pytest.approx(1 - (5 + 20) / (8 + 80))
 
     def test_the_loss_mask_says_what_a_policy_reads(self) -> None:
-        flops = FlopModel(per_token=1.0, per_pair=0.0, per_logit_row=10.0)
+        flops = FlopModel(per_token=1.0, per_pair=0.0, per_output=10.0)
         item = {
             "input_ids": torch.tensor([[1, 2, 3, 4]]),
             "attention_mask": torch.ones(1, 4, dtype=torch.bool),

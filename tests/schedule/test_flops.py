@@ -22,7 +22,7 @@ def test_terms_by_hand():
     # q and o: 8 x 12 each, k and v: 8 x 6 each, gate, up, down: 8 x 10 each
     assert model.per_token == 2 * 2 * (2 * 96 + 2 * 48 + 3 * 80)
     assert model.per_pair == 2 * (2 * 4 * 3 + 2 * 4 * 3)
-    assert model.per_logit_row == 2 * 8 * 50
+    assert model.per_output == 2 * 8 * 50
 
 
 def test_moe_counts_active_experts_and_the_router():
@@ -37,7 +37,7 @@ def test_moe_counts_active_experts_and_the_router():
 
 
 def test_dense_and_tree_by_hand():
-    model = FlopModel(per_token=100, per_pair=10, per_logit_row=1)
+    model = FlopModel(per_token=100, per_pair=10, per_output=1)
     tree = make_tree("abc", "abd")
     dense = 6 * 100 + 2 * 6 * 10 + 6
     everything = 4 * 100 + (1 + 2 + 3 + 3) * 10 + 4
@@ -63,7 +63,7 @@ def test_schedule_adds_recomputation_only():
 def test_no_sharing_saves_nothing_and_empty_is_one():
     model = FlopModel.from_config(SHAPE)
     alone = make_tree("abc", "xyz")
-    assert model.bound(alone, reads=every_token(alone)) == 1.0
+    assert model.bound(alone, needed=every_token(alone)) == 1.0
     empty = PrefixTree()
     assert model.bound(empty) == model.saving(empty, build_schedule(empty)) == 1.0
 

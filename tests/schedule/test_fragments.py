@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_dta.schedule import Reads, cut_tree
+from areal_dta.schedule import NeededOutputs, cut_tree
 from areal_dta.tree import PrefixTree
 from tests.builders import batches, every_token, make_tree
 
@@ -67,10 +67,16 @@ def test_invariants_hold_on_random_trees(batch, block_tokens, data):
         np.array(data.draw(st.lists(st.booleans(), min_size=n, max_size=n)), bool)
         for n in (len(s) - 1 for s in batch)
     ]
-    reads = data.draw(
-        st.sampled_from([every_token(tree), Reads.all(tree), Reads.at(tree, masks)])
+    needed = data.draw(
+        st.sampled_from(
+            [
+                every_token(tree),
+                NeededOutputs.all(tree),
+                NeededOutputs.logprobs_at(tree, masks),
+            ]
+        )
     )
-    cut = cut_tree(tree, block_tokens, reads)
+    cut = cut_tree(tree, block_tokens, needed)
     cut.check(tree)
     for f in cut.fragments:
         for child in f.children:

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_dta.schedule import Reads, build_schedule, cut_tree
+from areal_dta.schedule import NeededOutputs, build_schedule, cut_tree
 from areal_dta.tree import PrefixTree
 from tests.builders import batches, make_tree
 
@@ -14,34 +14,36 @@ def masks(*words: str) -> list[np.ndarray]:
 
 def test_tokens_below_the_last_read_position_are_not_computed():
     tree = make_tree("abcdef")
-    reads = Reads.at(tree, masks("..x.."))  # the logprob of d, read at c
-    assert reads.computed == (3,)
-    assert np.flatnonzero(reads.edge_T).tolist() == [3]
-    assert np.flatnonzero(reads.row_T).tolist() == [2]
+    needed = NeededOutputs.logprobs_at(
+        tree, masks("..x..")
+    )  # the logprob of d, read at c
+    assert needed.computed == (3,)
+    assert np.flatnonzero(needed.edge_T).tolist() == [3]
+    assert np.flatnonzero(needed.output_T).tolist() == [2]
 
 
 def test_a_fork_is_a_row_when_one_of_its_children_is_read():
     tree = make_tree("abc", "abd")
-    reads = Reads.at(tree, masks("..", ".x"))
-    assert reads.computed == (2, 0, 0)  # d itself need not be computed
-    assert np.flatnonzero(reads.edge_T).tolist() == [3]
-    assert np.flatnonzero(reads.row_T).tolist() == [1]
+    needed = NeededOutputs.logprobs_at(tree, masks("..", ".x"))
+    assert needed.computed == (2, 0, 0)  # d itself need not be computed
+    assert np.flatnonzero(needed.edge_T).tolist() == [3]
+    assert np.flatnonzero(needed.output_T).tolist() == [1]
 
 
 def test_all_reads_everything_but_the_leaves():
     tree = make_tree("abc", "abd", "x")
-    reads = Reads.all(tree)
-    assert reads.computed == (2, 0, 0, 0)
-    assert np.flatnonzero(reads.edge_T).tolist() == [1, 2, 3]
-    cut = cut_tree(tree, 8, reads)
+    needed = NeededOutputs.all(tree)
+    assert needed.computed == (2, 0, 0, 0)
+    assert np.flatnonzero(needed.edge_T).tolist() == [1, 2, 3]
+    cut = cut_tree(tree, 8, needed)
     assert cut.fragments[0].sequences == (0, 1) and cut.unread_sequences == (2,)
 
 
 def test_nothing_read_computes_nothing():
     tree = make_tree("abc", "abd")
-    reads = Reads.at(tree, masks("..", ".."))
-    schedule = build_schedule(tree, 4, None, True, reads)
-    assert schedule.num_blocks == reads.num_computed_tokens == 0
+    needed = NeededOutputs.logprobs_at(tree, masks("..", ".."))
+    schedule = build_schedule(tree, 4, None, True, needed)
+    assert schedule.num_blocks == needed.num_computed_tokens == 0
     assert schedule.cut.unread_sequences == (0, 1)
 
 
@@ -54,7 +56,7 @@ def test_nothing_read_computes_nothing():
 )
 def test_wrong_masks_are_named(positions, message):
     with pytest.raises(ValueError, match=message):
-        Reads.at(make_tree("abc", "abd"), positions)
+        NeededOutputs.logprobs_at(make_tree("abc", "abd"), positions)
 
 
 @settings(max_examples=200, deadline=None)
@@ -64,13 +66,13 @@ def test_computed_are_exactly_the_ancestors_of_what_is_read(batch, random):
     positions = [
         np.array([random.random() < 0.2 for _ in s[1:]], dtype=bool) for s in batch
     ]
-    reads = Reads.at(tree, positions)
-    needed = set()
+    needed = NeededOutputs.logprobs_at(tree, positions)
+    computed = set()
     edges = set()
     for sequence, mask in zip(batch, positions, strict=True):
         for t in np.flatnonzero(mask):
             edges.add(tuple(sequence[: t + 2]))
-            needed |= {tuple(sequence[: k + 1]) for k in range(t + 1)}
-    assert reads.num_computed_tokens == len(needed)
-    assert int(reads.edge_T.sum()) == len(edges)
-    assert reads.num_rows == len({edge[:-1] for edge in edges})
+            computed |= {tuple(sequence[: k + 1]) for k in range(t + 1)}
+    assert needed.num_computed_tokens == len(computed)
+    assert int(needed.edge_T.sum()) == len(edges)
+    assert needed.num_outputs == len({edge[:-1] for edge in edges})

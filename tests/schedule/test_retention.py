@@ -39,8 +39,8 @@ def least_recomputed(schedule, retain_tokens: int) -> int:
 @given(batches(7, 10), st.integers(1, 4), st.integers(0, 30))
 def test_no_choice_recomputes_less(batch, block_tokens, retain_tokens):
     tree = PrefixTree.from_sequences(batch)
-    reads = every_token(tree)
-    schedule = build_schedule(tree, block_tokens, retain_tokens, reads=reads)
+    needed = every_token(tree)
+    schedule = build_schedule(tree, block_tokens, retain_tokens, needed=needed)
     assume(sum(bool(f.children) for f in schedule.cut.fragments) <= 10)
     assert schedule.num_recomputed_tokens == least_recomputed(schedule, retain_tokens)
     assert schedule.peak_graph_tokens <= max(retain_tokens, block_tokens)
@@ -50,8 +50,8 @@ def test_an_ancestor_is_kept_where_one_deep_branch_would_forbid_it():
     """The chain below `aaaa` has 8 tokens, so "keep what has a short chain" would keep
     `bb` and run four tokens again. But `aaaa` fits if `bb` is not kept."""
     tree = make_tree("aaaabbcc", "aaaabbdd", "aaaaxx")
-    reads = every_token(tree)
-    schedule = build_schedule(tree, 4, 6, reads=reads, fragments="node")
+    needed = every_token(tree)
+    schedule = build_schedule(tree, 4, 6, needed=needed, fragments="node")
     kept = choose_retained(schedule.cut.fragments, 6)
     assert [f.num_tokens for f in schedule.cut.fragments] == [4, 2, 2, 2, 2]
     assert kept == [True, False, False, False, False]
@@ -85,7 +85,11 @@ def test_the_order_of_siblings_changes_neither_recomputation_nor_peak(
         tree = PrefixTree.from_sequences([[relabel(t) for t in s] for s in batch])
         # one node a block: packing, too, may break ties by order
         schedule = build_schedule(
-            tree, block_tokens, retain_tokens, fragments="node", reads=every_token(tree)
+            tree,
+            block_tokens,
+            retain_tokens,
+            fragments="node",
+            needed=every_token(tree),
         )
         counts.add(
             (

@@ -35,7 +35,7 @@ def test_a_batch_counts_what_is_computed(workload):
         for s, m in zip(episodes.sequences, episodes.loss_masks, strict=True)
     ]
     assert batch.order.num_tree_tokens == PrefixTree.from_sequences(cut).num_tree_tokens
-    assert batch.rows.sum() == episodes.num_loss_tokens
+    assert batch.num_outputs.sum() == episodes.num_loss_tokens
 
 
 def test_copies_share_only_what_all_sequences_do(workload):
@@ -46,7 +46,7 @@ def test_copies_share_only_what_all_sequences_do(workload):
     common = int(batch.order.lcp_N[1:].min())
     tokens = batch.order.num_tree_tokens
     assert large.order.num_tree_tokens == 3 * tokens - 2 * common
-    assert large.rows.sum() == 3 * batch.rows.sum()
+    assert large.num_outputs.sum() == 3 * batch.num_outputs.sum()
     assert len(set(large.groups.tolist())) == 3 * len(set(batch.groups.tolist()))
 
 

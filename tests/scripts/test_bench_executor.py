@@ -13,7 +13,7 @@ from bench.models import build_model
 from bench.table import WorkloadReport, workload_section
 from bench.variants import VARIANTS, PerSequence, RunCounts, make_variant
 
-from areal_dta.schedule import FlopModel, Reads
+from areal_dta.schedule import FlopModel, NeededOutputs
 from tests.scripts.works import CPU, hand_made, work_of
 
 COLUMNS = [
@@ -246,9 +246,9 @@ def test_bounds_follow_from_what_is_computed(model):
     flops = FlopModel.from_config(model.config)
     least = {n: make_variant(n, model, {}).least_flops(work) for n in VARIANTS}
     bounds = {name: least["dense"] / least[name] for name in VARIANTS}
-    reads = Reads.at(work.tree, work.positions)
+    needed = NeededOutputs.logprobs_at(work.tree, work.positions)
     assert bounds["packed"] == bounds["dfs"] == flops.bound(work.tree)
-    assert bounds["dta"] == flops.bound(work.tree, reads=reads) > bounds["packed"]
+    assert bounds["dta"] == flops.bound(work.tree, needed=needed) > bounds["packed"]
     assert bounds["leaf"] == bounds["dense_ckpt"] == 1.0
 
 

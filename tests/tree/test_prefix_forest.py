@@ -35,7 +35,7 @@ def assert_same(forest, sequences):
     pairs = sum(n.num_tokens * (n.start + n.end + 1) // 2 for n in tree.nodes)
     assert total.pairs == pairs
     # every token but the first of its tree is read by someone
-    assert total.rows == tree.num_tree_tokens - len(roots)
+    assert total.num_outputs == tree.num_tree_tokens - len(roots)
 
 
 @given(SEQUENCES, st.randoms(use_true_random=False))
@@ -95,5 +95,5 @@ def test_a_sequences_tokens_and_reads_stay_its_own():
     forest.insert((0, 0), np.array([7, 8, 9]), np.array([2]))
     forest.insert((0, 1), np.array([7, 8, 9]), np.array([1, 2]))
     assert forest.tokens((0, 0)).tolist() == [7, 8, 9]
-    assert (forest.num_rows((0, 0)), forest.num_rows((0, 1))) == (1, 2)
-    assert forest.total.rows == 1  # of the first of equal sequences
+    assert (forest.num_outputs((0, 0)), forest.num_outputs((0, 1))) == (1, 2)
+    assert forest.total.num_outputs == 1  # of the first of equal sequences
