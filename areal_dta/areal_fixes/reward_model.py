@@ -1,7 +1,8 @@
 """AReaL's reward-model engine with two corrections, for dense and tree training.
 
-AReaL 1.0.4 cannot run it: its ``train_rw`` raises a KeyError. Checked with a test
-(tests/engine/test_preference.py); drop this file when AReaL's own passes it.
+Made for AReaL 1.0.4, which cannot run it: its ``train_rw`` raises a KeyError. The test
+that shows the fault is in tests/engine/test_preference.py; drop this file when AReaL's
+own engine passes it. Subclasses: nothing is replaced, so there is nothing to undo.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from areal.utils import stats_tracker
 
 
 class PairRWEngine(RWEngine):
-    """AReaL 1.0.4 counts the pairs of a padded batch by its ``cu_seqlens``, which only
-    packed ones have, so that its ``train_rw`` raises a KeyError. Here they are counted
-    by the attention mask."""
+    """Counts the pairs of a padded batch by its attention mask.
+
+    AReaL counts them by ``cu_seqlens``, which only packed batches have: a KeyError.
+    """
 
     def _train_rw(self, data: dict[str, Any]) -> None:
         _log_if_no_pairs(data)
@@ -38,7 +40,7 @@ class PairRWEngine(RWEngine):
 
 
 class PairRWController(RWController):
-    """AReaL 1.0.4 keeps pairs on one rank when it evaluates, but not in training."""
+    """Keeps pairs on one rank in training too; AReaL does so in evaluation only."""
 
     def train_rw(self, *args: Any, **kwargs: Any) -> None:
         self._custom_function_call(

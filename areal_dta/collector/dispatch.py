@@ -4,7 +4,7 @@ A batch is planned once (`PlannedBatch`). ``compute_logp``, ``compute_values`` a
 ``ppo_update`` see rows as the plan cuts them; ``compute_advantages`` sees whole items.
 What travels through the controller is where tensors are: a rank fetches the groups that
 it has rows of, results stay where they were computed, and an item's value that was
-computed on several ranks is joined where it is needed (`engine/shares.py`).
+computed on several ranks is joined where it is needed (`engine/row_share.py`).
 
 Any number of items, rows and ranks works. A rank without rows takes part in all calls.
 """
@@ -140,6 +140,23 @@ class DTAActorController(DispatchController, PPOActorController):
 class DTACriticController(DispatchController, PPOCriticController):
     def compute_values(self, items: Sequence[Item]) -> list[Any]:
         return self._forward("compute_values", items)
+
+
+_CONTROLLERS = {
+    PPOActorController: DTAActorController,
+    PPOCriticController: DTACriticController,
+}
+
+
+def controller_of(engine_class: Any, config: Any, scheduler: Any) -> Any:
+    """Return the controller of an engine: ours for PPO, AReaL's own for the rest.
+
+    Raises:
+        ValueError: the engine refuses the configuration.
+    """
+    stock = engine_class.as_controller(config, scheduler)
+    ours = _CONTROLLERS.get(type(stock))
+    return stock if ours is None else ours(engine_class, config, scheduler)
 
 
 def _deal(

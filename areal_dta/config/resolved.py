@@ -21,7 +21,7 @@ from areal_dta.config.errors import ConfigError
 from areal_dta.config.schema import DTAConfig, DTADPOConfig, DTAGRPOConfig
 
 KIND_OF: Final = {"ppo": "actor", "sft": "lm", "dpo": "dpo", "rw": "rw"}
-"""Algorithm -> kind of its trained model, a key of `areal_dta.engine.choice.KINDS`."""
+"""Algorithm -> kind of its trained model, a key of `areal_dta.engine.KINDS`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Section:
     name: str
     """Its key in the configuration, e.g. ``actor`` or ``teacher.train``."""
     kind: str
-    """A key of `areal_dta.engine.choice.KINDS`, or ``server``."""
+    """A key of `areal_dta.engine.KINDS`, or ``server``."""
     config: Any
     backend: Backend
 

@@ -1,19 +1,17 @@
-"""AReaL training engines on the tree executor.
+"""AReaL training engines on the tree executor, their dense twins, and which to use.
 
-Importing this package is light: the engine classes load AReaL when first used, so
+Importing this package is light: an engine's class loads AReaL when it is first used, so
 that ``areal_dta.engine.model_checks`` can run at start-up, before anything heavy.
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from areal_dta.engine.model_checks import check_actor_config, check_model_config
+from areal_dta.engine.model_checks import check_actor_config
 
 if TYPE_CHECKING:
-    from areal_dta.engine.actor import DTAPPOActor
-    from areal_dta.engine.critic import DTAPPOCritic
     from areal_dta.engine.dense_engines import (
         DenseDPOEngine,
         DenseLMEngine,
@@ -22,24 +20,37 @@ if TYPE_CHECKING:
         DenseRWEngine,
     )
     from areal_dta.engine.dta_engine import DTAEngine
-    from areal_dta.engine.lm import DTALMEngine
-    from areal_dta.engine.preference import DTADPOEngine, DTARWEngine
+    from areal_dta.engine.tree_engines import (
+        DTADPOEngine,
+        DTALMEngine,
+        DTAPPOActor,
+        DTAPPOCritic,
+        DTARWEngine,
+    )
 
-_MODULE_OF = {
-    "DTAEngine": "areal_dta.engine.dta_engine",
-    "DTAPPOActor": "areal_dta.engine.actor",
-    "DTAPPOCritic": "areal_dta.engine.critic",
-    "DTALMEngine": "areal_dta.engine.lm",
-    "DTADPOEngine": "areal_dta.engine.preference",
-    "DTARWEngine": "areal_dta.engine.preference",
-    "DensePPOActor": "areal_dta.engine.dense_engines",
-    "DensePPOCritic": "areal_dta.engine.dense_engines",
-    "DenseLMEngine": "areal_dta.engine.dense_engines",
-    "DenseDPOEngine": "areal_dta.engine.dense_engines",
-    "DenseRWEngine": "areal_dta.engine.dense_engines",
+KINDS: Final = {
+    "actor": ("DTAPPOActor", "DensePPOActor"),
+    "critic": ("DTAPPOCritic", "DensePPOCritic"),
+    "lm": ("DTALMEngine", "DenseLMEngine"),
+    "dpo": ("DTADPOEngine", "DenseDPOEngine"),
+    "rw": ("DTARWEngine", "DenseRWEngine"),
+}
+"""What is trained -> the tree engine, its dense twin."""
+VALUE_KINDS: Final = ("critic", "rw")
+"""Kinds that train values, one number per token, instead of a language model."""
+PAIR_KINDS: Final = ("dpo", "rw")
+"""Kinds whose rows come in pairs, the chosen one first."""
+
+_MODULE_OF: Final = {
+    "DTAEngine": "dta_engine",
+    **{tree: "tree_engines" for tree, _ in KINDS.values()},
+    **{dense: "dense_engines" for _, dense in KINDS.values()},
 }
 
 __all__ = [
+    "KINDS",
+    "PAIR_KINDS",
+    "VALUE_KINDS",
     "DTADPOEngine",
     "DTAEngine",
     "DTALMEngine",
@@ -52,11 +63,31 @@ __all__ = [
     "DensePPOCritic",
     "DenseRWEngine",
     "check_actor_config",
-    "check_model_config",
+    "engine_class",
 ]
+
+
+def engine_class(kind: str, engine: str, attn_impl: str) -> Any:
+    """Return the class that a backend means, or None for AReaL's own.
+
+    Args:
+        kind: a key of `KINDS`.
+        engine: ``dta``, ``fsdp``, ...
+        attn_impl: of the configuration. Only flash attention respects the boundaries
+            of AReaL's packed sequences; under sdpa and eager they silently attend to
+            one another in AReaL's dense engines, but not in the dense twins.
+    """
+    tree, dense = KINDS[kind]
+    if engine == "dta":
+        return __getattr__(tree)
+    # AReaL 1.0.4 cannot run its own reward models (areal_fixes.reward_model), and hands
+    # actors and critics only multiples of the number of ranks (collector.dispatch).
+    ours = kind in ("rw", "actor", "critic") or attn_impl in ("sdpa", "eager")
+    return __getattr__(dense) if engine == "fsdp" and ours else None
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    module = importlib.import_module(f"{__name__}.{_MODULE_OF[name]}")
+    return getattr(module, name)

@@ -1,4 +1,4 @@
-"""A rank's share of a batch: padded rows, AReaL's micro-batches, packed loss inputs.
+"""A rank's share of a batch: padded rows, micro-batches, loss inputs, needed outputs.
 
 # B = rows, S = padded width, T = packed tokens
 """
@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from areal.api.cli_args import MicroBatchSpec
 from areal.utils.data import (
@@ -24,23 +24,48 @@ from areal.utils.data import (
     pack_tensor_dict,
     tensor_container_to,
 )
-
-from areal_dta.engine.dummy import template_of, zero_rows
-from areal_dta.engine.fsdp_gather_step import PeerFailure
+from numpy.typing import NDArray
 
 BatchInput = list[dict[str, Any]] | dict[str, Any]
 
 
+class Alignment(Enum):
+    """What entry t of a loss mask belongs to.
+
+    As the rollout made it, mask[t] says that token t is learned; PPO's
+    ``compute_advantages`` and AReaL's SFT roll it by -1.
+    """
+
+    TOKEN = "token"
+    """Token t, which output t-1 predicts."""
+    OUTPUT = "output"
+    """Output t: the logprob of token t+1, or the value after reading token t."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputRule:
+    """Outputs that are needed: those that the loss mask names, the last, or both.
+
+    AReaL's own losses, and what it does with forward-only logprobs, touch no others:
+    in agentic RL 0.2-2 % of the tokens.
+    """
+
+    mask: Alignment | None
+    """None: the loss mask, if there is one, does not decide."""
+    last: bool = False
+    """The value at each sequence's last token: a score, or what GAE starts from."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """The rows of one rank and how AReaL would cut them into micro-batches."""
+    """The rows of one rank, and AReaL's division of them into micro-batches."""
 
     rows: dict[str, Any]
-    """Padded tensors [B, S, ...], per-row tensors [B] and whatever else came; on the
-    CPU, as packing reads lengths row by row."""
+    """Padded tensors [B, S, ...], per-row tensors [B] and whatever else was given; on
+    the CPU, because packing reads lengths row by row."""
     lengths: list[int]
     micro_batches: list[list[int]]
-    """Row numbers; no row in two of them. None is empty."""
+    """Indices of the rows of each; disjoint, none empty."""
     meta: TrajBatchMeta | None
     """How to split outputs again when the input was a list of trajectories."""
 
@@ -49,25 +74,25 @@ class RankBatch:
         return len(self.lengths)
 
     def sequences(self) -> tuple[list[np.ndarray], list[int]]:
-        """The non-empty sequences, and the row of each."""
+        """Return the non-empty sequences, and the row of each."""
         if not self.num_rows:
             return [], []
         input_ids_BS = self.rows["input_ids"].numpy()
         row_of = [row for row, length in enumerate(self.lengths) if length]
         return [input_ids_BS[row, : self.lengths[row]] for row in row_of], row_of
 
-    def pack(self, row_numbers: list[int], device: torch.device) -> dict[str, Any]:
-        """The loss input for some rows, with the keys of AReaL's micro-batches.
+    def pack(self, row_ids: list[int], device: torch.device) -> dict[str, Any]:
+        """Return the loss input for some rows, with the keys of AReaL's micro-batches.
 
         Unlike AReaL's, per-row values [B] are cut to the chosen rows as well.
         """
-        index = torch.tensor(row_numbers)
+        index = torch.tensor(row_ids)
         chosen: dict[str, Any] = {}
         for key, value in self.rows.items():
             if torch.is_tensor(value) and value.ndim and len(value) == self.num_rows:
                 chosen[key] = value[index]
             elif isinstance(value, list) and len(value) == self.num_rows:
-                chosen[key] = [value[row] for row in row_numbers]
+                chosen[key] = [value[row] for row in row_ids]
             else:
                 chosen[key] = value
         packed = tensor_container_to(pack_tensor_dict(chosen), device)
@@ -79,7 +104,7 @@ class RankBatch:
         return packed
 
     def micro_batch_list(self, mb_spec: MicroBatchSpec) -> MicroBatchList:
-        """AReaL's own form of the micro-batches, for its output helpers."""
+        """Return AReaL's own form of the micro-batches, for its output helpers."""
         forward = [row for rows in self.micro_batches for row in rows]
         backward = np.empty(self.num_rows, dtype=np.int64)
         backward[forward] = np.arange(self.num_rows)
@@ -94,10 +119,10 @@ class RankBatch:
 
 
 def load_batch(input_: BatchInput, mb_spec: MicroBatchSpec) -> RankBatch:
-    """Take in what AReaL gives ``train_batch``; ``[]`` or no rows mean an empty rank.
+    """Convert the input of ``train_batch``; it may be ``[]`` or hold no rows.
 
     Micro-batches are allocated by AReaL's own function, but on this rank alone: ranks
-    need not have the same number of them.
+    may have different numbers of them.
 
     Raises:
         ValueError: the rows are not right-padded, or one exceeds max_tokens_per_mb.
@@ -121,11 +146,11 @@ def load_batch(input_: BatchInput, mb_spec: MicroBatchSpec) -> RankBatch:
 
 
 def pad_to_labels(values: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
-    """Pack per-sequence logprobs [len - 1] as AReaL packs them, [len] each.
+    """Pack logprobs [len - 1] per sequence into one tensor, as AReaL does: [len] each.
 
-    The last position of a sequence has no next token. AReaL leaves the logprob of
-    whatever token the packing puts next there, which no loss reads; here it is 0.
-    Values, [len] already, are packed as they are.
+    The last position of a sequence has no next token. No loss reads it: AReaL leaves
+    the logprob of the next sequence's first token there, here it is 0. Values, [len]
+    already, are packed as they are.
     """
     return torch.cat(
         [
@@ -135,39 +160,32 @@ def pad_to_labels(values: list[torch.Tensor], lengths: list[int]) -> torch.Tenso
     )
 
 
-def load_together(
-    input_: BatchInput, mb_spec: MicroBatchSpec, group: dist.ProcessGroup
-) -> tuple[RankBatch, RankBatch | None]:
-    """``load_batch`` on every rank; collective over ``group``.
+def needed_outputs(
+    batch: RankBatch, row_of: list[int], rule: OutputRule, is_critic: bool
+) -> list[NDArray[np.bool_]] | None:
+    """Return a mask of the needed outputs per sequence, [len-1]; [len] for values.
 
-    Returns:
-        The batch; and on a rank without rows one (with granularity 2, two) of one
-        token, zero in every key of its peers' rows, on which a loss can be called for
-        its statistics' keys.
-
-    Raises:
-        ValueError: as ``load_batch``.
-        PeerFailure: another rank could not load its rows.
+    None, for all, where the rule asks for a loss mask and the batch has none.
     """
-    error = None
-    batch = RankBatch({}, [], [], None)
-    try:
-        batch = load_batch(input_, mb_spec)
-    except Exception as e:  # raised below, when the peers know
-        error = e
-    peers: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(peers, (error is None, template_of(batch.rows)), group=group)
-    if error is not None:
-        raise error
-    failed = [rank for rank, (is_good, _) in enumerate(peers) if not is_good]
-    if failed:
-        raise PeerFailure(f"ranks {failed} could not load their rows; see their logs")
-    template = next((rows for _, rows in peers if rows), None)
-    if batch.num_rows or template is None:
-        return batch, None
-    num_rows = mb_spec.granularity  # a loss of pairs needs two
-    rows = zero_rows(template, num_rows)
-    return batch, RankBatch(rows, [1] * num_rows, [list(range(num_rows))], None)
+    num_fewer = 0 if is_critic else 1
+    assert is_critic or not rule.last, "a last token has no logprob"
+    if not batch.num_rows:
+        return []
+    masks = [np.zeros(batch.lengths[row] - num_fewer, dtype=bool) for row in row_of]
+    if rule.mask is not None:
+        mask_BS = batch.rows.get("loss_mask")
+        if mask_BS is None:
+            return None
+        mask_BS = mask_BS.bool()
+        if rule.mask is Alignment.TOKEN:
+            mask_BS = F.pad(mask_BS[:, 1:], (0, 1))
+        array_BS = mask_BS.numpy()
+        for row, mask in zip(row_of, masks, strict=True):
+            mask |= array_BS[row, : len(mask)]
+    if rule.last:
+        for mask in masks:
+            mask[-1] = True
+    return masks
 
 
 def _right_padded_lengths(mask_BS: torch.Tensor) -> list[int]:
@@ -184,7 +202,7 @@ def _right_padded_lengths(mask_BS: torch.Tensor) -> list[int]:
 
 
 def _allocate(lengths: list[int], mb_spec: MicroBatchSpec) -> list[list[int]]:
-    """Rows of each micro-batch; ``granularity`` consecutive ones stay together."""
+    """Return the rows per micro-batch; ``granularity`` neighbours stay together."""
     size = mb_spec.granularity
     if len(lengths) % size:
         raise ValueError(
@@ -200,7 +218,7 @@ def _allocate(lengths: list[int], mb_spec: MicroBatchSpec) -> list[list[int]]:
             f"mb_spec.max_tokens_per_mb={limit} < {which} "
             f"({max(totals)} tokens): raise it or filter the rollout"
         )
-    # A rank may have fewer rows than micro-batches are asked for.
+    # A rank may have fewer rows than the number of micro-batches that was asked for.
     num_wanted = min(mb_spec.n_mbs or 1, len(totals))
     num_multiple = mb_spec.n_mbs_divisor if mb_spec.n_mbs_divisor <= num_wanted else 1
     spec = MicroBatchSpec.new(

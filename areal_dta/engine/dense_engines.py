@@ -1,19 +1,26 @@
-"""AReaL's dense FSDP engines, made honest where attention ignores packing.
+"""Dense baselines: AReaL's FSDP engines with correct masking of packed sequences.
 
-AReaL packs a micro-batch into one row and relies on flash-attention's ``cu_seqlens``
-to keep its sequences apart. PyTorch's sdpa and eager attention ignore them, silently:
-every sequence after the first sees the ones before it (logprobs wrong by 0.1 to 0.3).
-Here they are kept apart under those too, one attention call a sequence; with flash
+AReaL packs a micro-batch into one row and relies on flash-attention's ``cu_seqlens`` to
+keep its sequences apart. PyTorch's sdpa and eager attention silently ignore them: every
+sequence after the first sees the ones before it (logprobs wrong by 0.1 to 0.3). Here
+they are kept apart under those too, with one attention call per sequence; with flash
 attention the engine is AReaL's, unchanged.
+
+AReaL's engine also makes as many micro-batches on every rank as on the rank with the
+most, none of them empty. Actors and critics here take any number of rows per rank:
+placeholder rows make up for those that are missing.
 """
 
 # T = packed tokens, N = query heads, K = key/value heads, H = head dim
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from areal.engine.fsdp_engine import (
     FSDPDPOEngine,
     FSDPEngine,
@@ -21,45 +28,145 @@ from areal.engine.fsdp_engine import (
     FSDPPPOActor,
     FSDPPPOCritic,
 )
+from areal.utils.data import (
+    DEFAULT_MAX_TOKENS_PER_MB,
+    MicroBatchSpec,
+    allocate_balanced_mbs,
+    concat_padded_tensors,
+    tensor_container_to,
+)
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from areal_dta.areal_fixes.reward_model import PairRewards
-from areal_dta.engine.dense_rows import DenseRows
-from areal_dta.engine.row_dispatch import DispatchedActor, DispatchedCritic
+from areal_dta.engine.batch import load_batch
+from areal_dta.engine.placeholder_rows import placeholder_rows, template_of
+from areal_dta.engine.row_dispatch import RowDispatch
+from areal_dta.engine.row_share import Item
+from areal_dta.engine.statistics import LossStatistics
 
 PACKED_ATTENTION = "areal_dta_packed_sdpa"
 _IGNORE_PACKING = ("sdpa", "eager")
 
 
-class PackedAttention(FSDPEngine):
-    """Stands before one of AReaL's engines among the bases of a dense one."""
+class DenseEngine(FSDPEngine):
+    """Mixin; list it before AReaL's class so that its methods win.
+
+    Every call is collective, as in AReaL.
+    """
+
+    takes_any_rows = False
+    """Whether ranks may have any number of rows: for actors and critics."""
 
     def _create_device_model(self) -> None:
         super()._create_device_model()
         if self.config.attn_impl in _IGNORE_PACKING:
             self.model.set_attn_implementation(PACKED_ATTENTION)
 
+    def compute_logp(self, items: list[Item]) -> list[Tensor]:
+        return self._forward_items("compute_logp", items)
 
-class DensePPOActor(DispatchedActor, DenseRows, PackedAttention, FSDPPPOActor):
-    """The dense twin of ``DTAPPOActor``: the same results, every sequence computed."""
+    def compute_values(self, items: list[Item]) -> list[Tensor]:
+        return self._forward_items("compute_values", items)
+
+    def train_batch(
+        self, input_: Item, loss_fn: Callable[..., Tensor], *args: Any, **kwargs: Any
+    ) -> dict[str, float]:
+        if not self.takes_any_rows:
+            return dict(super().train_batch(input_, loss_fn, *args, **kwargs))
+        rows = self._with_enough_rows(input_)
+        num_calls = 0
+
+        @functools.wraps(loss_fn)
+        def counted(*args: Any, **kwargs: Any) -> Tensor:
+            nonlocal num_calls
+            num_calls += 1
+            return loss_fn(*args, **kwargs)
+
+        result: dict[str, float] = super().train_batch(rows, counted, *args, **kwargs)
+        if not num_calls:  # AReaL leaves it out where nothing has weight
+            self._call_silently(loss_fn, rows)
+        return result
+
+    def forward_batch(self, input_: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.takes_any_rows or not isinstance(input_, dict):
+            return super().forward_batch(input_, *args, **kwargs)
+        num_rows = len(input_["attention_mask"])
+        rows = self._with_enough_rows(input_)
+        return super().forward_batch(rows, *args, **kwargs)[:num_rows]
+
+    def _forward_items(self, method: str, items: list[Item]) -> list[Tensor]:
+        call = getattr(super(), method)
+        if items or not self.takes_any_rows:
+            return list(call(items))
+        row = torch.zeros((1, 2), dtype=torch.long, device=self.device)
+        call([{"input_ids": row, "attention_mask": torch.ones_like(row).bool()}])
+        return []
+
+    @torch.no_grad()
+    def _call_silently(self, loss_fn: Callable[..., Tensor], rows: Item) -> None:
+        """Record the keys of the loss's statistics, which all ranks export alike."""
+        template = template_of(rows)
+        assert template is not None
+        batch = load_batch(placeholder_rows(template, 1), MicroBatchSpec())
+        mb_input = batch.pack([0], self.device)
+        zero = torch.zeros(1, device=self.device)
+        with LossStatistics().silent_call():
+            if self.config.is_critic:
+                loss_fn(zero[:, None], mb_input)
+            else:
+                vocab = {"vocab_min_logits": zero, "vocab_max_logits": zero}
+                loss_fn(zero, zero, mb_input, **vocab)
+
+    def _with_enough_rows(self, rows: Item) -> Item:
+        """Return as many rows as there will be micro-batches, at least. Collective."""
+        lengths = rows["attention_mask"].sum(-1).long().tolist()
+        limit = self.config.mb_spec.max_tokens_per_mb or DEFAULT_MAX_TOKENS_PER_MB
+        spec = MicroBatchSpec.new(
+            self.config.mb_spec,
+            n_mbs=min(self.config.mb_spec.n_mbs or 1, len(lengths)),
+            max_tokens_per_mb=limit,
+        )
+        counts: list[Any] = [None] * dist.get_world_size(self.cpu_group)
+        own = len(allocate_balanced_mbs(spec, lengths))
+        wanted = max(own, self.config.mb_spec.n_mbs or 1)
+        dist.all_gather_object(counts, wanted, group=self.cpu_group)
+        num_missing = max(counts) - len(lengths)
+        if num_missing <= 0:
+            return rows
+        template = template_of(rows)
+        assert template is not None
+        # two tokens: AReaL's critic squeezes a width of one away
+        missing = placeholder_rows(template, num_missing, width=2)
+        missing = tensor_container_to(missing, self.device)
+        others = {k: v for k, v in rows.items() if k not in template}
+        padded = {k: v for k, v in rows.items() if k in template}
+        return {**others, **concat_padded_tensors([padded, missing])}
 
 
-class DensePPOCritic(DispatchedCritic, DenseRows, PackedAttention, FSDPPPOCritic):
-    """The dense twin of ``DTAPPOCritic``."""
+class DensePPOActor(RowDispatch, DenseEngine, FSDPPPOActor):
+    """The dense twin of `DTAPPOActor`: the same results, every sequence computed."""
+
+    takes_any_rows = True
 
 
-class DenseLMEngine(PackedAttention, FSDPLMEngine):
-    """The dense twin of ``DTALMEngine``."""
+class DensePPOCritic(RowDispatch, DenseEngine, FSDPPPOCritic):
+    """The dense twin of `DTAPPOCritic`."""
+
+    takes_any_rows = True
 
 
-class DenseDPOEngine(PackedAttention, FSDPDPOEngine):
-    """The dense twin of ``DTADPOEngine``."""
+class DenseLMEngine(DenseEngine, FSDPLMEngine):
+    """The dense twin of `DTALMEngine`."""
 
 
-class DenseRWEngine(PackedAttention, PairRewards):
-    """The dense twin of ``DTARWEngine``."""
+class DenseDPOEngine(DenseEngine, FSDPDPOEngine):
+    """The dense twin of `DTADPOEngine`."""
+
+
+class DenseRWEngine(DenseEngine, PairRewards):
+    """The dense twin of `DTARWEngine`."""
 
 
 def _packed_sdpa(
@@ -72,7 +179,7 @@ def _packed_sdpa(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """sdpa on each packed sequence. query [1, N, T, H], key, value [1, K, T, H].
+    """Run sdpa on each packed sequence. query [1, N, T, H]; key, value [1, K, T, H].
 
     Raises:
         ValueError: the call is not one packed row, or a window would be ignored.

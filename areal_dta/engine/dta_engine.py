@@ -2,7 +2,10 @@
 
 Loading, optimizer, clipping, checkpoints, weight updates and offload are AReaL's. What
 changes is how ``train_batch``, ``eval_batch`` and ``forward_batch`` get the logprobs:
-every token of the prefix tree of this rank's rows is computed once.
+every token of the prefix tree of this rank's rows is computed once. An update is
+
+    rows -> batch.py -> PrefixTree -> oom_retry.py (budgets, FSDP2) -> TreeExecutor,
+    which calls loss.py block by block -> AReaL's optimizer step
 
 Invariants, and the tests that hold them (tests/engine):
   * gradients, losses and statistics equal AReaL's: test_parity.py
@@ -15,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,57 +33,67 @@ from areal.utils.perf_tracer import trace_scope
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_dta.engine.algorithms import choose_scope, traits_of
-from areal_dta.engine.architecture import (
-    check_architecture,
-    counts_experts,
-    zero_dropout_rates,
-)
 from areal_dta.engine.batch import (
     BatchInput,
+    OutputRule,
     RankBatch,
-    load_together,
+    needed_outputs,
     pad_to_labels,
 )
-from areal_dta.engine.loss import MicroBatchLoss
+from areal_dta.engine.loss import (
+    LossFn,
+    LossWeightFn,
+    MicroBatchLoss,
+    choose_scope,
+    traits_of,
+)
 from areal_dta.engine.model_checks import (
     check_actor_config,
-    check_model_config,
+    check_model,
     effective_config,
+    option,
+    zero_dropout_rates,
 )
-from areal_dta.engine.oom_retry import TreeRunner, is_auto
-from areal_dta.engine.positions import ReadRule, read_positions
+from areal_dta.engine.oom_retry import TreeRunner
+from areal_dta.engine.placeholder_rows import load_together
 from areal_dta.engine.statistics import (
     LossStatistics,
     TrainingWork,
     derive_ratios,
     record_expert_load,
 )
-from areal_dta.executor import ExecutorConfig, TreeExecutor
+from areal_dta.executor import TreeExecutor
 from areal_dta.schedule import FlopModel
 from areal_dta.tree import PrefixTree
 
-LossFn = Callable[..., Tensor]
-LossWeightFn = Callable[[dict[str, Any]], Tensor]
+if TYPE_CHECKING:
+    from areal.api import Scheduler
 
 
 class DTAEngine(FSDPEngine):
     """Data-parallel training on prefix trees.
 
-    Options come from ``config.dta`` (``engine/options.py``) where the configuration has
-    it, else the defaults hold; see ``engine/runner.py`` for the budgets. With
-    ``positions=auto`` AReaL's own losses get what they read and zeros elsewhere,
-    which they mask; any other loss gets everything. With
-    ``loss_scope=auto`` a loss is evaluated block by block where that is exact, else
-    once a micro-batch on all of its rows. See ``engine/algorithms.py``.
+    Options come from ``config.dta`` (`areal_dta.config.engine_options.DTAOptions`) if
+    the configuration has it, else the defaults hold. With ``positions=auto`` AReaL's
+    own losses get the outputs that they need, and zeros elsewhere, which they mask; any
+    other loss gets all outputs. With ``is_critic`` the model gives values, which take
+    the place of logprobs.
 
-    With ``is_critic`` the model gives values, which take the place of logprobs.
+    Mixin; list it before AReaL's class of an algorithm so that its methods win. Such a
+    subclass may change an update by two hooks: `prepare_rows` and `wrap_loss`.
 
     Raises:
-        ValueError: the configuration or the model asks for what trees cannot do.
+        ValueError: the configuration or the model asks for what trees cannot do, or
+            ``is_critic`` is not what the algorithm needs.
     """
 
+    trains_values = False
+    """Whether the algorithm trains values instead of a language model."""
+    has_placeholders = False
+    """Whether AReaL's algorithm is running on placeholder rows."""
+
     def __init__(self, config: TrainEngineConfig) -> None:
+        self._check_kind(config)
         messages = check_actor_config(config)
         super().__init__(effective_config(config))
         if self.is_vision_model:
@@ -88,15 +101,25 @@ class DTAEngine(FSDPEngine):
                 f"{self.config.path}: vision models ({self.model_config.model_type}) "
                 "are not supported by the tree engine; use actor.backend=fsdp:dN"
             )
-        messages += check_model_config(self.model_config, config.disable_dropout)
-        check_architecture(self.model_config, config)
+        messages += check_model(self.model_config, config)
         logger = logging.getLogger("DTAEngine")
         for message in messages:
             logger.warning(message)
-        self._executor: TreeExecutor | None = None
-        self._runner: TreeRunner | None = None
-        self._forward_rule: ReadRule | None = None
+        self.runner: TreeRunner | None = None
+        self._forward_rule: OutputRule | None = None
         self._flop_model: FlopModel | None = None
+
+    @classmethod
+    def as_controller(cls, config: Any, scheduler: Scheduler | None) -> Any:
+        """Return AReaL's (v1) controller, whose workers run this engine.
+
+        Raises:
+            ValueError: the configuration asks for what the tree engine cannot do.
+        """
+        cls._check_kind(config)
+        check_actor_config(config)
+        areal_class: Any = super()
+        return areal_class.as_controller(config, scheduler)
 
     def create_process_group(
         self, parallel_strategy: ParallelStrategy | None = None
@@ -113,29 +136,9 @@ class DTAEngine(FSDPEngine):
         self, addr: str | None, ft_spec: FinetuneSpec, *args: Any, **kwargs: Any
     ) -> None:
         super().initialize(addr, ft_spec, *args, **kwargs)
-        options = getattr(self.config, "dta", None)
-        budgets = {}
-        if options is not None:
-            named = {
-                "block_tokens": options.block_tokens,
-                "retain_tokens": options.retain_tokens,
-            }
-            budgets = {k: v for k, v in named.items() if not is_auto(v)}
-        self._executor = TreeExecutor(
-            self.model,
-            ExecutorConfig(
-                temperature=self.config.temperature,
-                router_load=counts_experts(self.config),
-                **budgets,
-            ),
-            outputs="values" if self.config.is_critic else "logprobs",
-        )
-        self._runner = TreeRunner(
-            self._executor,
-            options,
-            self.cpu_group,
-            self.logger,
-            getattr(self, "optimizer", None),
+        optimizer = getattr(self, "optimizer", None)
+        self.runner = TreeRunner(
+            self.model, self.config, self.cpu_group, self.logger, optimizer
         )
         try:
             self._flop_model = FlopModel.from_config(
@@ -145,8 +148,16 @@ class DTAEngine(FSDPEngine):
             self.logger.warning(f"no dta/predicted_saving: {error}")
 
     def destroy(self) -> None:
-        self._executor = self._runner = None
+        self.runner = None
         super().destroy()
+
+    def prepare_rows(self, input_: BatchInput) -> BatchInput:
+        """Hook: return the rows that are trained or evaluated on, from those given."""
+        return [] if self.has_placeholders else input_
+
+    def wrap_loss(self, loss_fn: LossFn, input_: BatchInput) -> LossFn:
+        """Hook: return the loss that an update on ``input_`` calls."""
+        return loss_fn
 
     def train_batch(
         self, input_: BatchInput, loss_fn: LossFn, loss_weight_fn: LossWeightFn
@@ -156,10 +167,11 @@ class DTAEngine(FSDPEngine):
         In the ``sequence`` scope the loss is called on the sequences that end in one
         block and lie in one of AReaL's micro-batches, packed; each call is scaled by
         its weight over the total of all ranks, so the weights must add up over rows.
-        In the ``batch`` scope it is called as AReaL calls it, once a micro-batch.
+        In the ``batch`` scope it is called as AReaL calls it, once per micro-batch.
         """
         self._ensure_ready()
-        scope = choose_scope(traits_of(loss_fn), self._option("loss_scope"))
+        loss_fn = self.wrap_loss(loss_fn, input_)
+        scope = choose_scope(traits_of(loss_fn), option(self.config, "loss_scope"))
         self.optimizer_zero_grad()
         step = self._load_step(input_, loss_fn, loss_weight_fn, whole=scope == "batch")
         tree, row_of = _build_tree(step.batch)
@@ -170,10 +182,13 @@ class DTAEngine(FSDPEngine):
             # FSDP averages over the ranks; the total is over all of them already.
             return loss * self.parallel_helper.dp_size
 
+        # forward and backward over the tree
         runner = self._ready_runner()
-        positions = self._positions(step.batch, row_of, step.reads)
+        needed = self._needed_outputs(step.batch, row_of, step.rule)
         with trace_scope("dta_engine.forward_backward"):
-            total = runner.train(tree, group_loss, positions, scope, step.statistics)
+            total = runner.train(tree, group_loss, needed, scope, step.statistics)
+
+        # statistics, then the update
         step.finish()
         self._record(tree, runner.executor, total / self.parallel_helper.dp_size, scope)
         stats: dict[str, float] = self.optimizer_step()
@@ -184,10 +199,10 @@ class DTAEngine(FSDPEngine):
     def eval_batch(
         self, input_: BatchInput, loss_fn: LossFn, loss_weight_fn: LossWeightFn
     ) -> Tensor:
-        """The loss of all ranks' rows, one call a micro-batch. Collective."""
+        """The loss of all ranks' rows, with one call per micro-batch. Collective."""
         self._ensure_ready()
         step = self._load_step(input_, loss_fn, loss_weight_fn, whole=True)
-        row_of, outputs = self._forward_rows(step.batch, step.reads)
+        row_of, outputs = self._forward_rows(step.batch, step.rule)
         loss = step.loss(row_of, outputs, step.total_weight).float()
         step.finish()
         dist.all_reduce(loss, group=self.dp_group)
@@ -200,11 +215,12 @@ class DTAEngine(FSDPEngine):
         output_seqlens: list[int] | None = None,
         aggregate_fn: Callable[[list[Tensor]], Tensor] = torch.cat,
     ) -> Tensor | list[Tensor]:
-        """Logprobs [rows, longest], entry t of token t+1, 0 at the last position; or
-        values [rows, longest], entry t of having seen token t.
+        """Return logprobs [rows, longest], or values for a critic.
 
-        A list of trajectories gives a list again. Collective; a rank may have no
-        rows and gets [0, 0] or an empty list.
+        ``logprobs[:, t]`` is that of token t+1, and 0 at the last position;
+        ``values[:, t]`` is the value after reading token t. A list of trajectories
+        gives a list again. Collective; a rank without rows gets a tensor [0, 0] or an
+        empty list.
         """
         self._ensure_ready()
         batch, _ = load_together(input_, self.config.mb_spec, self.cpu_group)
@@ -242,10 +258,20 @@ class DTAEngine(FSDPEngine):
         if self.config.disable_dropout:
             zero_dropout_rates(self.model)
 
+    @classmethod
+    def _check_kind(cls, config: Any) -> None:
+        wanted = cls.trains_values
+        if bool(config.is_critic) is not wanted:
+            raise ValueError(
+                f"is_critic={str(config.is_critic).lower()}: {cls.__name__} trains "
+                f"{'values' if wanted else 'a language model'}; "
+                f"set is_critic={str(wanted).lower()}"
+            )
+
     def _ready_runner(self) -> TreeRunner:
-        if self._runner is None:
+        if self.runner is None:
             raise RuntimeError("the engine is not initialized; call initialize() first")
-        return self._runner
+        return self.runner
 
     def _load_step(
         self,
@@ -254,8 +280,10 @@ class DTAEngine(FSDPEngine):
         loss_weight_fn: LossWeightFn,
         whole: bool,
     ) -> _Step:
-        """Rows and loss of a training or an evaluation step. Collective."""
-        batch, dummy = load_together(input_, self.config.mb_spec, self.cpu_group)
+        """Load the rows and the loss of a training or evaluation step. Collective."""
+        batch, placeholder = load_together(
+            self.prepare_rows(input_), self.config.mb_spec, self.cpu_group
+        )
         statistics = LossStatistics()
         loss = MicroBatchLoss(
             batch,
@@ -263,11 +291,12 @@ class DTAEngine(FSDPEngine):
             loss_weight_fn,
             statistics,
             self.device,
-            of_values=self.config.is_critic,
+            is_critic=self.config.is_critic,
             whole=whole,
         )
-        reads = traits_of(loss_fn).reads
-        return _Step(batch, dummy, loss, reads, statistics, self._total_weight(loss))
+        rule = traits_of(loss_fn).needed_outputs
+        total_weight = self._total_weight(loss)
+        return _Step(batch, placeholder, loss, rule, statistics, total_weight)
 
     def _total_weight(self, loss: MicroBatchLoss) -> float:
         total = torch.tensor(loss.local_weight(), dtype=torch.float64)
@@ -279,35 +308,32 @@ class DTAEngine(FSDPEngine):
             )
         return float(total)
 
-    def _option(self, name: str) -> str:
-        return str(getattr(getattr(self.config, "dta", None), name, "auto"))
-
     @contextmanager
-    def _forward_reads_only(self, rule: ReadRule) -> Iterator[None]:
-        """Until left, ``forward_batch`` gives what ``rule`` names and 0 elsewhere."""
+    def forward_needs_only(self, rule: OutputRule) -> Iterator[None]:
+        """Context manager: ``forward_batch`` gives what ``rule`` names, 0 elsewhere."""
         self._forward_rule = rule
         try:
             yield
         finally:
             self._forward_rule = None
 
-    def _positions(
-        self, batch: RankBatch, row_of: list[int], rule: ReadRule | None
+    def _needed_outputs(
+        self, batch: RankBatch, row_of: list[int], rule: OutputRule | None
     ) -> list[NDArray[np.bool_]] | None:
-        if self._option("positions") == "all" or rule is None:
+        if option(self.config, "positions") == "all" or rule is None:
             return None
-        return read_positions(batch, row_of, rule, self.config.is_critic)
+        return needed_outputs(batch, row_of, rule, self.config.is_critic)
 
     def _forward_rows(
-        self, batch: RankBatch, rule: ReadRule | None
+        self, batch: RankBatch, rule: OutputRule | None
     ) -> tuple[list[int], list[list[Tensor]]]:
-        """The non-empty rows; and logprobs and entropies [len - 1], or values [len],
-        of each of them."""
+        """Return the non-empty rows; and logprobs and entropies [len - 1], or values
+        [len], per row."""
         tree, row_of = _build_tree(batch)
         runner = self._ready_runner()
-        positions = self._positions(batch, row_of, rule)
+        needed = self._needed_outputs(batch, row_of, rule)
         with trace_scope("dta_engine.forward"):
-            outputs = runner.forward(tree, positions)
+            outputs = runner.forward(tree, needed)
         if self.config.is_critic:
             return row_of, [[x.values for x in outputs]]
         return row_of, [[x.logprobs for x in outputs], [x.entropy for x in outputs]]
@@ -335,30 +361,31 @@ class DTAEngine(FSDPEngine):
             tree_flops=tree_flops,
             loss=loss,
         ).record(self.dp_rank == 0, self.device)
-        if counts_experts(self.config):
+        if option(self.config, "router_load"):
             record_expert_load(stats.expert_load, self.cpu_group)
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What training on a batch and evaluating it have in common, on one rank."""
+    """What a training and an evaluation step have in common, on one rank."""
 
     batch: RankBatch
-    dummy: RankBatch | None
-    """Stands for the rows of a rank that has none."""
+    placeholder: RankBatch | None
+    """On a rank without rows."""
     loss: MicroBatchLoss
-    reads: ReadRule | None
+    rule: OutputRule | None
+    """The outputs that the loss needs; None: all."""
     statistics: LossStatistics
     total_weight: float
-    """Of all ranks."""
+    """Sum over all ranks."""
 
     def finish(self) -> None:
-        """When the loss has been called on all rows: log what it logged."""
-        self.loss.call_silently_if_unused(self.dummy)
+        """Log what the loss has logged; it has been called on all rows."""
+        self.loss.call_silently_if_unused(self.placeholder)
         self.statistics.flush()
 
 
 def _build_tree(batch: RankBatch) -> tuple[PrefixTree, list[int]]:
-    """The tree of the non-empty rows, and the row of each of its sequences."""
+    """Return the tree of the non-empty rows, and the row of each of its sequences."""
     sequences, row_of = batch.sequences()
     return PrefixTree.from_sequences(sequences), row_of

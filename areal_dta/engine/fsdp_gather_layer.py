@@ -1,24 +1,25 @@
-"""FSDP2 with ranks in step: parameters gathered layer by layer, in every block.
+"""FSDP2 gathering per layer, in every block: all ranks make the same calls in order.
 
-`session` gathers the whole model for a pass, which costs the unsharded parameters and
-their unsharded gradients. Here FSDP2 does what it does by nature: a layer is gathered
-before its forward and its backward, resharded after, and its gradients are
-reduce-scattered in every backward. What a rank holds is its shard, one layer, and the
-outermost parameters (embedding, head).
+`fsdp_gather_step` gathers the whole model for a pass, which costs the unsharded
+parameters and their unsharded gradients. Here FSDP2 does what it is made for: a layer
+is gathered before its forward and its backward, resharded after, and its gradients are
+reduce-scattered in every backward. A rank holds its shard, one layer, and the outermost
+parameters (embedding, head).
 
 All ranks must then run the same collectives in the same order although their trees
-differ. So the ranks tell one another their operations before a traversal and agree on
-rounds (`plan.rounds`): in a round all run a forward, or all a backward, and who has
-none runs one of a single token and zero gradient.
+differ. So the ranks exchange their operations before a traversal and agree on rounds
+(`schedule.rounds`): in a round all run a forward, or all run a backward, and a rank
+that has none runs one of a single token and zero gradient.
 
-What makes a backward issue the same collectives whatever its roots:
-  * The outermost and the last layer's parameters are gathered up front: a backward
-    that starts from keys and values would miss the hooks on the last layer's output.
+A backward issues the same collectives whatever its roots, because:
+  * The parameters of the outermost and of the last layer are gathered up front: a
+    backward that starts from keys and values would miss the hooks on the last layer's
+    output.
   * Nothing is prefetched: FSDP2 would prefetch by the order of the last forwards.
-  * Parameters without a gradient get zeros, or ranks would reduce different ones.
+  * Parameters without a gradient get zeros; ranks would reduce different ones.
 
-Invariants, and the tests that hold them (tests/engine/test_lockstep.py): gradients
-equal those of one rank on all rows; no more than two layers are gathered at a time.
+Invariants, and the tests that hold them (tests/engine/test_fsdp_gather_layer.py):
+gradients equal those of one rank on all rows; at most two layers are gathered at once.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from areal_dta.areal_fixes.fsdp2 import drop_unreduced_gradients, forget_forward_order
 from areal_dta.engine.fsdp_gather_step import (
     PeerFailure,
-    forget,
-    forget_order,
+    count_failures,
     raise_if_any_failed,
 )
 from areal_dta.executor.block import IdleCall
@@ -43,8 +44,8 @@ from areal_dta.schedule import Round, Schedule, merge_rounds, operations
 from areal_dta.schedule.rounds import BACKWARD, FORWARD
 
 
-class LockStep:
-    """The pace (`executor.block.Pace`) of a model sharded by FSDP2.
+class LayerwiseGather:
+    """`executor.block.Pace` of a model sharded by FSDP2.
 
     Args:
         model: wrapped by ``fully_shard``, as are its layers.
@@ -77,11 +78,11 @@ class LockStep:
 
     @contextmanager
     def training_pass(self) -> Iterator[None]:
-        """Any number of traversals. Collective; as `session.training_pass`.
+        """Context manager for any number of traversals. Collective.
 
-        An error between two calls of the model (in a loss) is told to the other
-        ranks, which raise too. One inside a call, such as being out of memory, leaves
-        them waiting until the time-out of their process group.
+        After an error between two calls of the model (in a loss) the other ranks raise
+        too. An error inside a call, such as being out of memory, leaves them waiting
+        until the time-out of their process group.
 
         Raises:
             PeerFailure: another rank failed; this one has dropped its gradients too.
@@ -91,7 +92,7 @@ class LockStep:
                 yield
             except Exception:
                 if not self._is_inside:
-                    _tell_of_failure(self._group)
+                    count_failures(self._group, failed=True)
                 self._drop_gradients()
                 raise
             try:
@@ -102,7 +103,7 @@ class LockStep:
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Any number of forward-only traversals. Collective."""
+        """Context manager for any number of forward-only traversals. Collective."""
         with self._configured():
             yield
 
@@ -163,7 +164,7 @@ class LockStep:
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        """Around what communicates; everything is sharded before and after."""
+        """Context manager for calls that communicate; sharded before and after."""
         self._is_inside = True
         yield
         for module in self._modules:
@@ -187,11 +188,11 @@ class LockStep:
             for module in self._modules:
                 module.set_modules_to_backward_prefetch([])
                 module.reshard()
-            forget_order(self._model)  # one entry a forward: never used here
+            forget_forward_order(self._model)  # one entry per forward, never used here
 
     @contextmanager
     def _filling_gradients(self) -> Iterator[None]:
-        """When a layer's backward starts, have it gathered, then give it gradients."""
+        """Give a layer zero gradients when its backward starts and it is gathered."""
 
         def after_forward(module: Any, args: Any, output: Any) -> None:
             outputs = output if isinstance(output, tuple | list) else [output]
@@ -230,19 +231,15 @@ class LockStep:
         return [bytes(g.tolist()).decode().rstrip() for g in gathered]
 
     def _drop_gradients(self) -> None:
-        forget(self._model)
+        drop_unreduced_gradients(self._model)
         for parameter in self._model.parameters():
             parameter.grad = None
 
 
-def _tell_of_failure(group: dist.ProcessGroup) -> None:
-    dist.all_reduce(torch.tensor([1]), group=group)
-
-
 def _own_parameters(module: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Where the parameters of one FSDP module live, nested FSDP modules left out.
+    """Return (owner, name) of the parameters of one FSDP module, without nested ones.
 
-    By owner and name: the parameter objects differ when sharded and unsharded.
+    Not the parameters: they are other objects when sharded than when unsharded.
     """
     found: list[tuple[nn.Module, str]] = []
     pending = [module]

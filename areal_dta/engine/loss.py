@@ -1,49 +1,162 @@
-"""AReaL's loss on some sequences of a micro-batch, weighted as AReaL weighs it."""
+"""AReaL's losses on trees: what each needs, when it is called, how it is scaled.
+
+A loss that *adds up* is, weighted as AReaL weighs it, the sum of the losses of any
+parts of its micro-batch, down to single sequences. It is evaluated per part, when the
+traversal leaves the block in which the part's sequences end (scope ``sequence``). For
+any other loss all outputs are collected first, by one more forward, and it is called
+per micro-batch on all of its rows, as AReaL calls it (scope ``batch``): always exact.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from areal_dta.engine.batch import RankBatch, pad_to_labels
+from areal_dta.engine.batch import Alignment, OutputRule, RankBatch, pad_to_labels
 from areal_dta.engine.statistics import LossStatistics
+
+LossFn = Callable[..., Tensor]
+LossWeightFn = Callable[[dict[str, Any]], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class LossTraits:
+    needed_outputs: OutputRule | None
+    """The outputs that can change the loss; None: all."""
+    adds_up: bool
+    can_split: bool
+    """Whether parts of a micro-batch can be evaluated at all, if only approximately."""
+
+
+_UNKNOWN = LossTraits(needed_outputs=None, adds_up=False, can_split=True)
+
+
+def _grpo(options: dict[str, Any]) -> LossTraits:
+    # PPO, GRPO, GSPO, SAPO, rejection sampling at either level and distillation: sums
+    # over tokens or sequences, divided by the number of loss tokens. M2PO chooses its
+    # mask among the tokens of the micro-batch.
+    adds_up = options.get("m2_threshold") is None
+    return LossTraits(OutputRule(Alignment.OUTPUT), adds_up, can_split=adds_up)
+
+
+def _critic(options: dict[str, Any]) -> LossTraits:
+    return LossTraits(OutputRule(Alignment.OUTPUT), adds_up=True, can_split=True)
+
+
+def _sft(options: dict[str, Any]) -> LossTraits:
+    # divides by 1e-5 + count, so parts differ by 1e-5 / count
+    return LossTraits(OutputRule(Alignment.OUTPUT), adds_up=False, can_split=True)
+
+
+def _dpo(options: dict[str, Any]) -> LossTraits:
+    return LossTraits(OutputRule(Alignment.TOKEN), adds_up=False, can_split=False)
+
+
+def _reward(options: dict[str, Any]) -> LossTraits:
+    return LossTraits(OutputRule(None, last=True), adds_up=False, can_split=False)
+
+
+# (module, name), so that no module is imported only to be compared with
+_KNOWN: dict[tuple[str, str], Callable[[dict[str, Any]], LossTraits]] = {
+    ("areal.trainer.ppo.actor", "grpo_loss_fn"): _grpo,
+    ("areal.trainer.ppo.critic", "ppo_loss_fn"): _critic,
+    ("areal.trainer.sft.lm_engine", "compute_packed_sft_loss"): _sft,
+    ("areal.trainer.dpo.dpo_engine", "compute_dpo_loss"): _dpo,
+    ("areal.trainer.rw.rw_engine", "compute_rw_loss"): _reward,
+}
+
+
+def traits_of(loss_fn: Callable[..., Any]) -> LossTraits:
+    """Look a loss function up, also inside ``functools.partial`` and ``wraps``.
+
+    One that is not AReaL's may read any output, and is not known to add up.
+    """
+    inner: Any = loss_fn
+    options: dict[str, Any] = {}
+    while True:
+        if isinstance(inner, functools.partial):
+            options = {**inner.keywords, **options}  # the outer one wins
+            inner = inner.func
+        elif hasattr(inner, "__wrapped__"):
+            inner = inner.__wrapped__
+        else:
+            break
+    key = getattr(inner, "__module__", ""), getattr(inner, "__name__", "")
+    return _KNOWN[key](options) if key in _KNOWN else _UNKNOWN
+
+
+def choose_scope(traits: LossTraits, option: str) -> str:
+    """Return ``sequence`` or ``batch`` for ``dta.loss_scope``.
+
+    Raises:
+        ValueError: the scope is not possible with this loss.
+    """
+    assert option in ("auto", "sequence", "batch"), option  # DTAOptions refuses others
+    if option == "auto":
+        return "sequence" if traits.adds_up else "batch"
+    if option == "sequence" and not traits.can_split:
+        raise ValueError(
+            "dta.loss_scope=sequence: this loss is one of whole micro-batches (of "
+            "pairs, or with a mask chosen among all tokens); set it to auto or batch"
+        )
+    return option
+
+
+def with_own_prox_logp(loss_fn: LossFn) -> LossFn:
+    """Give AReaL's actor loss the detached training logprobs as ``prox_logp``.
+
+    With one minibatch per update nothing changes the weights between ``compute_logp``
+    and the update's own forward, and there is no dropout: both give the same logprobs.
+    So this is exact, saves a forward, and is free of the noise between two passes in
+    low precision. The importance weight is then 1 and the approximate KL 0.
+    """
+
+    @functools.wraps(loss_fn)
+    def fused(logprobs: Any, entropy: Any, mb_input: Any, **kwargs: Any) -> Any:
+        mb_input = {**mb_input, "prox_logp": logprobs.detach()}
+        return loss_fn(logprobs, entropy, mb_input, **kwargs)
+
+    return fused
 
 
 class MicroBatchLoss:
-    """Calls ``loss_fn`` on packed sequences of one rank.
+    """Calls ``loss_fn`` on packed sequences of one rank, and scales it.
 
-    A micro-batch whose weight is 0 is left out, as AReaL does. Within another one,
-    sequences of weight 0 are passed to the loss for its statistics only.
+    A micro-batch whose weight is 0 is left out, as in AReaL. In any other, sequences
+    of weight 0 are passed to the loss for its statistics only.
 
     Args:
-        of_values: the loss is ``loss_fn(values, mb_input)``, a critic's; otherwise
+        is_critic: the loss is ``loss_fn(values, mb_input)``; otherwise
             ``loss_fn(logprobs, entropies, mb_input, ...)``.
-        whole: every call brings all sequences, and micro-batches are evaluated as
-            AReaL would, on all of their rows; otherwise on those that a call brings.
+        whole: every call brings all sequences, and a micro-batch is evaluated on all
+            of its rows, as in AReaL; otherwise on those that a call brings.
+
+    Raises:
+        ValueError: not ``whole``, and the weights do not add up over the rows.
     """
 
     def __init__(
         self,
         batch: RankBatch,
-        loss_fn: Callable[..., Tensor],
-        loss_weight_fn: Callable[[dict[str, Any]], Tensor],
+        loss_fn: LossFn,
+        loss_weight_fn: LossWeightFn,
         statistics: LossStatistics,
         device: torch.device,
-        of_values: bool = False,
+        is_critic: bool = False,
         whole: bool = False,
     ) -> None:
         self._batch, self._device = batch, device
         self._loss_fn, self._weight_fn = loss_fn, loss_weight_fn
         self._statistics = statistics
-        self._of_values, self._whole = of_values, whole
+        self._is_critic, self._whole = is_critic, whole
         self._micro_batch_of = {
-            row: number
-            for number, rows in enumerate(batch.micro_batches)
-            for row in rows
+            row: mb for mb, rows in enumerate(batch.micro_batches) for row in rows
         }
         self._weights = [self._weight(rows) for rows in batch.micro_batches]
         if not whole:
@@ -51,31 +164,34 @@ class MicroBatchLoss:
                 self._check_additive(rows, weight)
 
     def local_weight(self) -> float:
-        """Sum of the weights of this rank's micro-batches."""
+        """Return the sum of the weights of this rank's micro-batches."""
         return sum(self._weights)
 
     def __call__(
         self, rows: list[int], outputs: Sequence[list[Tensor]], total_weight: float
     ) -> Tensor:
-        """Loss of some rows: over their micro-batches, loss x weight / total weight.
+        """Return the sum over micro-batches of loss * weight / ``total_weight``.
 
-        ``outputs``: logprobs and entropies, or values; a tensor a row in each.
+        Args:
+            rows: indices of the rows whose loss is wanted.
+            outputs: logprobs and entropies, or values; one tensor per row in each.
+            total_weight: of all ranks.
         """
         total = torch.zeros((), device=self._device)
         at = {row: i for i, row in enumerate(rows)}
         parts: dict[int, list[int]] = defaultdict(list)
         for row in rows:
             parts[self._micro_batch_of[row]].append(row)
-        for number, chosen in sorted(parts.items()):
-            if self._weights[number] == 0:
+        for mb, chosen in sorted(parts.items()):
+            if self._weights[mb] == 0:
                 continue
-            if self._whole:  # with rows of no tokens, which are in no tree
-                chosen = self._batch.micro_batches[number]
+            if self._whole:  # also rows without tokens, which are in no tree
+                chosen = self._batch.micro_batches[mb]
             mb_input = self._batch.pack(chosen, self._device)
             weight = float(self._weight_fn(mb_input))
             with (
                 torch.set_grad_enabled(torch.is_grad_enabled() and weight != 0),
-                self._statistics.call(number, weight),
+                self._statistics.call(mb, weight),
             ):
                 packed = [self._pack_outputs(chosen, at, values) for values in outputs]
                 loss = self._call(packed, mb_input)
@@ -83,18 +199,18 @@ class MicroBatchLoss:
                 total = total + loss * (weight / total_weight)
         return total
 
-    def call_silently_if_unused(self, dummy: RankBatch | None) -> None:
-        """If the loss was not called on this rank, record its statistics' keys.
+    def call_silently_if_unused(self, placeholder: RankBatch | None) -> None:
+        """Record the statistics' keys of the loss if it was not called on this rank.
 
-        Its peers have recorded them, and an export needs the same on every rank.
+        Its peers have recorded them, and an export needs the same keys on every rank.
         """
-        batch = dummy or self._batch
+        batch = placeholder or self._batch
         if self._statistics.num_calls or not batch.num_rows:
             return
         rows = batch.micro_batches[0]
         mb_input = batch.pack(rows, self._device)
         num_tokens = sum(batch.lengths[row] for row in rows)
-        num_outputs = 1 if self._of_values else 2
+        num_outputs = 1 if self._is_critic else 2
         zeros = torch.zeros((num_outputs, num_tokens), device=self._device)
         with torch.no_grad(), self._statistics.silent_call():
             self._call(list(zeros), mb_input)
@@ -109,10 +225,10 @@ class MicroBatchLoss:
         )
 
     def _call(self, outputs: list[Tensor], mb_input: Any) -> Tensor:
-        if self._of_values:
+        if self._is_critic:
             return self._loss_fn(*outputs, mb_input)
-        # The vocabulary's extreme logits are known at positions with a label only,
-        # so those statistics are left out instead of being wrong.
+        # Extreme logits are known only at positions with a label: these statistics are
+        # left out, because they would be wrong.
         return self._loss_fn(
             *outputs, mb_input, vocab_min_logits=None, vocab_max_logits=None
         )
@@ -121,7 +237,7 @@ class MicroBatchLoss:
         return float(self._weight_fn(self._batch.pack(rows, torch.device("cpu"))))
 
     def _check_additive(self, rows: list[int], weight: float) -> None:
-        """A micro-batch's loss is put together from parts, so weights must add up."""
+        # the loss of a micro-batch is put together from parts
         half = len(rows) // 2
         if not half:
             return

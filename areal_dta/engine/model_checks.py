@@ -1,7 +1,13 @@
-"""What the tree engine refuses or switches off, told before anything heavy starts.
+"""What the tree engine refuses or switches off: settings, models, dropout; not LoRA.
 
-``check_actor_config`` reads the configuration alone and imports nothing of AReaL, so
-the launcher can call it first; ``check_model_config`` needs the Hugging Face config.
+`check_actor_config` reads the configuration alone and imports neither AReaL nor torch,
+so that the launcher can call it first; `check_model` builds the model without weights.
+
+LoRA (``use_lora``) needs nothing here: AReaL adds peft's adapters to the model before
+FSDP wraps it, the executor calls the adapted modules, and the passes over the model
+(fsdp_gather_step, fsdp_gather_layer) gather and reduce what requires a gradient. Only
+the embedded rollout server refuses it, because it takes whole checkpoints
+(startup.rollout_checks).
 """
 
 from __future__ import annotations
@@ -10,16 +16,13 @@ import copy
 import re
 from typing import Any, TypeVar
 
+from areal_dta.config.engine_options import DTAOptions
+
 ConfigT = TypeVar("ConfigT")
 
 _ATTENTION_FOR_LOADING = ("sdpa", "eager")  # need no extra package
-_DIMENSIONS = {
-    "t": "tensor",
-    "p": "pipeline",
-    "c": "context",
-    "e": "expert",
-}
-# The names under which Transformers' decoder configs keep a dropout probability.
+_DIMENSIONS = {"t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
+# names under which Transformers' decoder configs keep a dropout probability
 _DROPOUT_FIELDS = (
     "attention_dropout",
     "attention_probs_dropout_prob",
@@ -33,15 +36,20 @@ _DROPOUT_FIELDS = (
 )
 
 
+def option(config: Any, name: str) -> Any:
+    """Return ``config.dta.<name>``, or its default in a configuration without it."""
+    return getattr(getattr(config, "dta", None), name, getattr(DTAOptions, name))
+
+
 def check_actor_config(config: Any) -> list[str]:
-    """Check the configuration of an actor (or reference) on the tree engine.
+    """Check the configuration of any engine on trees.
 
     Returns:
-        One message for each setting that the engine switches off.
+        One message per setting that the engine switches off.
 
     Raises:
-        ValueError: a setting cannot be honoured; the message names every such one,
-            what was got and what to do.
+        ValueError: settings cannot be honoured; the message names each of them, what
+            was got and what to do.
     """
     problems = [
         *_parallel_problems(str(getattr(config, "backend", "") or "")),
@@ -70,7 +78,7 @@ def check_actor_config(config: Any) -> list[str]:
 
 
 def effective_config(config: ConfigT) -> ConfigT:
-    """A shallow copy with what ``check_actor_config`` reports switched off."""
+    """Return a shallow copy with what `check_actor_config` reports switched off."""
     config = copy.copy(config)
     values: Any = config
     values.gradient_checkpointing = False
@@ -82,31 +90,67 @@ def effective_config(config: ConfigT) -> ConfigT:
     return config
 
 
-def check_model_config(hf_config: Any, disable_dropout: bool) -> list[str]:
-    """Check the configuration of a model for dropout.
+def check_model(hf_config: Any, config: Any) -> list[str]:
+    """Check a model by its configuration and its modules, before weights are loaded.
 
-    A tree token is computed once for all sequences through it, so they would share
-    one dropout mask, and a recomputed block would draw another.
+    Args:
+        hf_config: of Hugging Face.
+        config: of the engine.
 
     Returns:
-        One message for each setting that the engine switches off.
+        One message per setting that the engine switches off.
 
     Raises:
-        ValueError: the model has dropout and ``disable_dropout`` is not set.
+        UnsupportedModelError: the model cannot be split at a prefix.
+        ValueError: it has dropout that is not disabled, or no experts to count.
     """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+    from areal_dta.executor import check_model_supported
+    from areal_dta.executor.telemetry import RouterLoad
+    from areal_dta.tree import PrefixTree
+
+    hf_config = copy.deepcopy(hf_config)
+    auto: Any = AutoModelForCausalLM
+    if config.is_critic:
+        auto, hf_config.num_labels = AutoModelForTokenClassification, 1
+    with torch.device("meta"):
+        model = auto.from_config(hf_config, trust_remote_code=True)
+    check_model_supported(model, training=False)
+    if option(config, "router_load"):
+        RouterLoad(model, PrefixTree.from_sequences([]))  # raises if there are none
     found = [
         f"{name}={getattr(hf_config, name)}"
         for name in _DROPOUT_FIELDS
         if getattr(hf_config, name, None)
     ]
+    found += sorted(
+        f"{name} (p={module.p})"
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Dropout) and module.p
+    )
     if not found:
         return []
-    if not disable_dropout:
+    if not config.disable_dropout:
+        # a recomputed block would also draw another mask
         raise ValueError(
-            f"the model has dropout ({', '.join(found)}), which the tree engine cannot "
-            "apply: set actor.disable_dropout=true, or use actor.backend=fsdp:dN"
+            f"{type(model).__name__} has dropout: {', '.join(found)}; a tree token is "
+            "computed once for all sequences through it, so they would share one mask: "
+            "set disable_dropout=true, or use backend fsdp:dN"
         )
     return [f"dropout of the model ({', '.join(found)}) is switched off"]
+
+
+def zero_dropout_rates(model: Any) -> None:
+    """Set every dropout rate to 0, also where attention modules keep their own, which
+    AReaL's ``disable_dropout`` does not reach."""
+    owners: list[tuple[Any, dict[str, Any]]] = [(model.config, model.config.to_dict())]
+    owners += [(module, vars(module)) for module in model.modules()]
+    for owner, fields in owners:
+        for name in [n for n in fields if "dropout" in n or n.endswith("pdrop")]:
+            if isinstance(fields[name], float):
+                setattr(owner, name, 0.0)
 
 
 def _parallel_problems(backend: str) -> list[str]:
@@ -139,10 +183,6 @@ def _feature_problems(config: Any) -> list[str]:
         "set it false": config.fsdp.offload_params,
         "fsdp.per_layer_optim_step=true: not tested with the tree engine; set it "
         "false": config.fsdp.per_layer_optim_step,
-        f"dta.reshard={_option(config, 'reshard', 'step')}: expected step (parameters "
-        "gathered for a step) or block (for every layer, ranks in step)": (
-            _option(config, "reshard", "step") not in ("step", "block")
-        ),
         "fp8: a feature of AReaL's Megatron and Archon engines; leave "
         "megatron.fp8_config empty and archon.fp8_config.mode=disabled": (
             config.megatron.fp8_config is not None or config.archon.fp8_config.enabled
@@ -150,14 +190,10 @@ def _feature_problems(config: Any) -> list[str]:
         "m2_threshold with dta.loss_scope=sequence: M2PO masks across the whole "
         "micro-batch; leave the scope at auto": (
             getattr(config, "m2_threshold", None) is not None
-            and _option(config, "loss_scope", "auto") == "sequence"
+            and option(config, "loss_scope") == "sequence"
         ),
         f"temperature={config.temperature}: expected a number above 0": (
             config.temperature <= 0
         ),
     }
     return [message for message, is_set in refused.items() if is_set]
-
-
-def _option(config: Any, name: str, default: Any) -> Any:
-    return getattr(getattr(config, "dta", None), name, default)

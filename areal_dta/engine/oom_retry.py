@@ -1,17 +1,19 @@
-"""Runs trees on a model that FSDP2 shards, within the memory there is.
+"""Trees on a model that FSDP2 shards: out of memory is retried, budgets are chosen.
 
-``dta.reshard``: ``step`` gathers the parameters for a whole pass (`session`), ``block``
-around every layer (`lockstep`). ``dta.block_tokens`` and ``dta.retain_tokens`` may be
-``auto``; they are then chosen at the first batch, and again if a longer path comes.
+``dta.reshard=step`` gathers the parameters for a whole pass (fsdp_gather_step),
+``block`` for every layer (fsdp_gather_layer). ``dta.block_tokens`` and
+``dta.retain_tokens`` may be ``auto``; they are then chosen at the first batch, and
+again when a longer path comes.
 
-Out of memory in ``step`` mode: the rank drops the gradients and the statistics of this
-step so far, halves its budgets and runs its trees again. Nothing is communicated within
-a pass, so the other ranks need not know, and just wait for it at the end. In ``block``
-mode they would be waiting inside a collective: the error is raised.
+Out of memory with ``step``: the rank drops the gradients and the statistics of this
+step, halves its budgets and runs its tree again. Nothing is communicated within a pass,
+so the other ranks need not know; they wait at its end. With ``block`` they would be
+waiting inside a collective: the error is raised.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -20,10 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_dta.engine.fsdp_gather_layer import LockStep
-from areal_dta.engine.fsdp_gather_step import forget, forward_pass, training_pass
+from areal_dta.areal_fixes.fsdp2 import compute_dtype, drop_unreduced_gradients
+from areal_dta.engine.fsdp_gather_layer import LayerwiseGather
+from areal_dta.engine.fsdp_gather_step import forward_pass, training_pass
+from areal_dta.engine.model_checks import option
 from areal_dta.engine.statistics import LossStatistics
-from areal_dta.executor import GroupLoss, Positions, TreeExecutor
+from areal_dta.executor import ExecutorConfig, GroupLoss, Positions, TreeExecutor
 from areal_dta.executor.memory_budget import (
     MAX_BLOCK_TOKENS,
     MIN_BLOCK_TOKENS,
@@ -39,89 +43,99 @@ from areal_dta.tree import PrefixTree
 
 ResultT = TypeVar("ResultT")
 
-AUTO = "auto"
-RESHARD_MODES = ("step", "block")
-_ADAM_BYTES = 8  # two fp32 moments a parameter
+_ADAM_BYTES = 8  # two fp32 moments per parameter
 _FP32 = 4
-
-
-def is_auto(value: Any) -> bool:
-    return bool(value == AUTO)
+_KEPT_SAMPLES = 1000  # blocks per rank that a cost model looks back on
 
 
 class TreeRunner:
-    """One rank's traversals.
+    """Traversals of one rank.
 
     Args:
-        options: ``config.dta``, or None for the defaults.
+        config: of the engine; its ``dta`` may be missing.
         group: a CPU group of all ranks.
-        optimizer: whose state will take memory after the first step.
+        optimizer: its state will take memory after the first step.
     """
 
     def __init__(
         self,
-        executor: TreeExecutor,
-        options: Any,
+        model: Any,
+        config: Any,
         group: dist.ProcessGroup,
         logger: Any,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
-        self.executor, self._group, self._logger = executor, group, logger
-        self._optimizer = optimizer
-        self._lockstep: LockStep | None = None
-        mode = getattr(options, "reshard", "step")
-        if mode not in RESHARD_MODES:
-            raise ValueError(f"dta.reshard={mode}; expected step or block")
-        if mode == "block":
-            self._lockstep = LockStep(executor.model, group)
-            executor.pace = self._lockstep
-        self._chooses_block = is_auto(getattr(options, "block_tokens", None))
-        self._chooses_retain = is_auto(getattr(options, "retain_tokens", None))
+        budgets = {n: option(config, n) for n in ("block_tokens", "retain_tokens")}
+        self._chooses_block, self._chooses_retain = (
+            budget == "auto" for budget in budgets.values()
+        )
+        self.executor = TreeExecutor(
+            model,
+            ExecutorConfig(
+                temperature=config.temperature,
+                router_load=option(config, "router_load"),
+                **{name: n for name, n in budgets.items() if n != "auto"},
+            ),
+            outputs="values" if config.is_critic else "logprobs",
+        )
+        self.logger = logger
+        self._group, self._optimizer = group, optimizer
+        self._layerwise: LayerwiseGather | None = None
+        if option(config, "reshard") == "block":
+            self._layerwise = LayerwiseGather(model, group)
+            self.executor.pace = self._layerwise
         self._planned_path = 0
         self._memory: MemoryModel | None = None
+        self._block_samples: deque[tuple[float, ...]] = deque(maxlen=_KEPT_SAMPLES)
+
+    def take_block_samples(self) -> list[tuple[float, ...]]:
+        """Return the blocks measured since the last call, as ``BlockSample.as_row``."""
+        samples = list(self._block_samples)
+        self._block_samples.clear()
+        return samples
 
     def train(
         self,
         tree: PrefixTree,
         group_loss: GroupLoss,
-        positions: Positions | None,
+        needed: Positions | None,
         scope: str,
         statistics: LossStatistics,
     ) -> float:
-        """The loss of this rank's trees; reduced gradients. Collective."""
+        """Return the loss of this rank's tree; gradients are reduced. Collective."""
         executor, model = self.executor, self.executor.model
         mark = statistics.mark()
 
         def attempt() -> float:
-            return executor.forward_backward_groups(tree, group_loss, positions, scope)
+            return executor.forward_backward_groups(tree, group_loss, needed, scope)
 
         def undo() -> None:
-            forget(model)
+            drop_unreduced_gradients(model)
             statistics.roll_back(mark)
 
         with self._training_pass():
             self._choose(tree)
             return self._within_memory(attempt, undo, training=True)
 
-    def forward(self, tree: PrefixTree, positions: Positions | None) -> list[Any]:
-        """As `TreeExecutor.forward`. Collective."""
+    def forward(self, tree: PrefixTree, needed: Positions | None) -> list[Any]:
+        """Run `TreeExecutor.forward`. Collective."""
         executor, model = self.executor, self.executor.model
         with self._forward_pass():
             self._choose(tree)
             return self._within_memory(
-                lambda: executor.forward(tree, positions),
-                lambda: forget(model),
+                lambda: executor.forward(tree, needed),
+                lambda: drop_unreduced_gradients(model),
                 training=False,
             )
 
     def _training_pass(self) -> AbstractContextManager[None]:
-        if self._lockstep is not None:
-            return self._lockstep.training_pass()
+        if self._layerwise is not None:
+            return self._layerwise.training_pass()
         return training_pass(self.executor.model, self._group)
 
     def _forward_pass(self) -> AbstractContextManager[None]:
-        if self._lockstep is not None:
-            return self._lockstep.forward_pass()
+        if self._layerwise is not None:
+            return self._layerwise.forward_pass()
         return forward_pass(self.executor.model)
 
     def _within_memory(
@@ -130,25 +144,29 @@ class TreeRunner:
         undo: Callable[[], None],
         training: bool,
     ) -> ResultT:
-        """``attempt``, and again with smaller budgets as often as memory runs out."""
+        """Call ``attempt``, again with smaller budgets whenever memory runs out."""
         while True:
             try:
-                return attempt()
+                result = attempt()
+                self._block_samples.extend(
+                    sample.as_row() for sample in self.executor.last_samples
+                )
+                return result
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 before = self.executor.config
                 smaller = halved(before, training)
-                if self._lockstep is not None or smaller is None:
+                if self._layerwise is not None or smaller is None:
                     error.add_note(self._advice())
                     raise
                 reason = str(error).split("\n")[0][:200]
-            # only now: the error's traceback keeps the block's tensors alive
+            # not in the handler: the error's traceback keeps the block's tensors alive
             undo()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
             self.executor.config = smaller
-            self._logger.warning(
+            self.logger.warning(
                 f"out of memory ({reason}): this step runs again on this rank with "
                 f"block_tokens {before.block_tokens} -> {smaller.block_tokens}, "
                 f"retain_tokens {before.retain_tokens} -> {smaller.retain_tokens}, "
@@ -160,7 +178,7 @@ class TreeRunner:
         budgets = (
             f"block_tokens={config.block_tokens}, retain_tokens={config.retain_tokens}"
         )
-        if self._lockstep is not None:
+        if self._layerwise is not None:
             return (
                 f"actor.dta: {budgets}, reshard=block: ranks in step cannot repeat a "
                 "step; set smaller budgets"
@@ -188,9 +206,9 @@ class TreeRunner:
         )
         chosen = budgets.apply(executor.config, retain=self._chooses_retain)
         executor.config, self._planned_path = chosen, longest
-        self._logger.info(f"paths of up to {longest} tokens: {budgets}")
+        self.logger.info(f"paths of up to {longest} tokens: {budgets}")
         if not budgets.fits:
-            self._logger.warning(
+            self.logger.warning(
                 "even the smallest budgets are predicted not to fit; trying them"
             )
 
@@ -198,14 +216,14 @@ class TreeRunner:
         if self._memory is None:
             executor = self.executor
             memory = predict_memory(
-                executor.model, executor.config, _compute_dtype(executor.model)
+                executor.model, executor.config, compute_dtype(executor.model)
             )
-            if self._lockstep is None:  # else all ranks would have to take part
+            if self._layerwise is None:  # else all ranks would have to take part
                 measured = measure_graph_bytes(
                     executor.model, executor.config, outputs=executor.outputs
                 )
-                forget(executor.model)
-                self._logger.info(
+                drop_unreduced_gradients(executor.model)
+                self.logger.info(
                     f"a token's graph takes {measured:.0f} bytes measured, "
                     f"{memory.graph_bytes:.0f} predicted"
                 )
@@ -214,7 +232,7 @@ class TreeRunner:
         return self._memory
 
     def _pending_bytes(self) -> float:
-        """What a step will need beside activations and K/V: gradients, and at the
+        """Return what a step needs beside activations and K/V: gradients, and at the
         first step the optimizer's state."""
         pending = 0.0
         for parameter in self.executor.model.parameters():
@@ -223,17 +241,10 @@ class TreeRunner:
             whole: Tensor = parameter
             num_ranks = dist.get_world_size(self._group)
             shard = whole.numel() / num_ranks
-            if self._lockstep is not None:
+            if self._layerwise is not None:
                 pending += _FP32 * shard
-            else:  # in the compute dtype from one backward, in fp32 from all
+            else:  # in the compute dtype from one backward, in fp32 from all of them
                 pending += whole.numel() * (_FP32 + whole.element_size())
             if self._optimizer is not None and not self._optimizer.state:
                 pending += _ADAM_BYTES * shard
         return pending
-
-
-def _compute_dtype(model: torch.nn.Module) -> torch.dtype:
-    """That of FSDP's mixed precision where it is set, else the parameters'."""
-    state = getattr(model, "_get_fsdp_state", lambda: None)()
-    dtype = getattr(getattr(state, "_mp_policy", None), "param_dtype", None)
-    return dtype or next(model.parameters()).dtype

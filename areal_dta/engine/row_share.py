@@ -1,9 +1,9 @@
-"""A rank's share of a batch, as it travels and as the engine takes it.
+"""A rank's share of a batch: which rows of the items that it was sent are its own.
 
-An *item* is one prompt's group, a dict of tensors [B, S]; in transit each tensor is one
-shard, fetched as a whole. A share names rows of the items that a rank was sent. What a
-rank computed for some rows of an item is a *piece*; a value of an item whose rows went
-to several ranks stays in pieces, each on its worker, until someone needs it whole.
+An *item* is the group of one prompt, a dict of tensors [B, S]; in transit each tensor
+is one shard, fetched as a whole. A *piece* is what a rank computed for some rows of an
+item. A value of an item whose rows went to several ranks stays in pieces, each on its
+worker, until it is needed as a whole.
 """
 
 # B = rows of an item, S = its padded width
@@ -32,14 +32,14 @@ UNCHANGED: Final = ("input_ids", "attention_mask", "versions")
 class Share:
     """Rows of one rank.
 
-    In transit it is text: a list of numbers would be broadcast one by one.
+    Sent as JSON: AReaL's RPC would otherwise broadcast the list element by element.
     """
 
     rows: tuple[tuple[tuple[int, ...], ...], ...]
     """[minibatch][item of those sent][n]: rows of the item."""
     width: int
     """Longest sequence of the whole batch, over all ranks: AReaL's statistics, and its
-    rule for sequences cut off by the length limit, depend on the padded width."""
+    rule for sequences that hit the length limit, depend on the padded width."""
 
     def to_text(self) -> str:
         return json.dumps([self.rows, self.width])
@@ -50,7 +50,8 @@ class Share:
         return cls(tuple(tuple(map(tuple, of)) for of in rows), width)
 
     def take(self, items: Sequence[Item], minibatch: int) -> list[Item]:
-        """The rows of a minibatch, an item's together; items without any left out."""
+        """Return the rows of a minibatch, grouped by item; items without any are left
+        out."""
         of_items = self.rows[minibatch]
         if len(of_items) != len(items):
             raise ValueError(f"a share of {len(of_items)} items came with {len(items)}")
@@ -61,7 +62,7 @@ class Share:
         ]
 
     def take_all(self, items: Sequence[Item]) -> list[Item]:
-        """The rows of all minibatches, one entry an item: those of ``all_rows``."""
+        """Return the rows of all minibatches, one entry per item, as `all_rows`."""
         return [
             take_rows(item, rows)
             for item, rows in zip(items, self.all_rows(), strict=True)
@@ -73,7 +74,7 @@ class Share:
 
 
 def take_rows(item: Item, rows: Sequence[int]) -> Item:
-    """Some rows of an item, cut to the longest of them."""
+    """Return some rows of an item, cut to the longest of them."""
     mask_BS = item["attention_mask"]
     num_rows, width = mask_BS.shape
     if list(rows) == list(range(num_rows)):
@@ -109,7 +110,7 @@ def widen(item: Item, width: int) -> Item:
 
 
 def narrow(item: Item, num_rows: int, wide: int, width: int) -> Item:
-    """Undo ``widen``; ``num_rows`` and ``wide`` tell which tensors it padded."""
+    """Undo `widen`; tensors [num_rows, wide, ...] are those that it padded."""
     return {
         key: value[:, :width].contiguous()
         if torch.is_tensor(value)
@@ -121,7 +122,7 @@ def narrow(item: Item, num_rows: int, wide: int, width: int) -> Item:
 
 
 def in_pieces(pieces: Sequence[Any], rows: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """A value of an item, each piece with the rows that it is of."""
+    """Return a value of an item as pieces, each with the rows that it belongs to."""
     return {PIECES: list(pieces), ROWS: json.dumps([list(r) for r in rows])}
 
 
@@ -130,7 +131,7 @@ def is_in_pieces(value: Any) -> bool:
 
 
 def join_pieces(item: Item) -> Item:
-    """The item with every value whole."""
+    """Return the item with every value whole."""
     num_rows, width = item["attention_mask"].shape
     return {
         key: _join(value, num_rows, width) if is_in_pieces(value) else value

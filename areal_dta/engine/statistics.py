@@ -1,12 +1,12 @@
-"""Statistics of a step that stay equal to AReaL's although the loss is called often.
+"""Statistics of a step, equal to AReaL's although the loss is called per block.
 
-AReaL calls the loss once per micro-batch, the tree engine once per block. AReaL's
-``stats_tracker`` sums token-level statistics with their denominators over calls, so
-those are equal by themselves. Two kinds are not, and are mended here:
+AReaL calls the loss once per micro-batch. Its ``stats_tracker`` sums token-level
+statistics with their denominators over calls, so those are equal by themselves. Two
+kinds are not, and are corrected here:
 
-* scalars logged by the loss become means over calls: they are combined into the one
-  value per micro-batch that a single call would have logged;
-* exporting aborts when a rank never logged a key that another did: a rank whose loss
+* scalars that the loss logs would become means over calls: they are combined into the
+  one value per micro-batch that a single call would have logged;
+* an export aborts if a rank never logged a key that another rank did: a rank whose loss
   never ran records the same keys, with nothing counted.
 """
 
@@ -56,7 +56,7 @@ class LossStatistics:
 
     @contextmanager
     def call(self, micro_batch: int, weight: float) -> Iterator[None]:
-        """Around one call of the loss, on part of a micro-batch."""
+        """Context manager for one call of the loss, on part of a micro-batch."""
         before = self._lengths()
         yield
         self.num_calls += 1
@@ -71,7 +71,7 @@ class LossStatistics:
 
     @contextmanager
     def silent_call(self) -> Iterator[None]:
-        """Around a call of the loss whose keys are to be known, but not counted."""
+        """Context manager for a call of the loss that records keys, no counts."""
         before = self._lengths()
         yield
         self._take_new_scalars(before)
@@ -86,11 +86,11 @@ class LossStatistics:
                     ]
 
     def mark(self) -> dict[str, int]:
-        """Where the record stands, for ``roll_back``."""
+        """Return the state of the record, for `roll_back`."""
         return self._lengths()
 
     def roll_back(self, mark: dict[str, int]) -> None:
-        """Forget all calls since, because they will be made again."""
+        """Forget all calls since ``mark``, because they will be made again."""
         tracker = self._tracker
         with tracker.lock:
             for key in list(tracker.stats):
@@ -153,17 +153,21 @@ class TrainingWork:
     sequence_tokens: int
     tree_tokens: int
     computed_tokens: int
-    """Tree tokens, and again those that were recomputed."""
+    """Tree tokens; recomputed ones count twice."""
     num_blocks: int
     dense_flops: float
     tree_flops: float
-    """As scheduled: recomputation included."""
+    """Of the schedule, including recomputation."""
     loss: float
     """This rank's share; the shares of all ranks add up to the loss of the batch."""
 
     def record(self, counts_update: bool, device: torch.device) -> None:
-        """Add to the step's sums. ``counts_update``: true on exactly one rank;
-        ``device``: where the export's all-reduce can read."""
+        """Add to the step's sums.
+
+        Args:
+            counts_update: true on exactly one rank.
+            device: one that the export's all-reduce can read.
+        """
         tracker = stats_tracker.get(_NAME)
         tracker.denominator(
             work=torch.ones(1, dtype=torch.bool, device=device),
@@ -179,13 +183,13 @@ class TrainingWork:
 def record_expert_load(load: Sequence[Sequence[int]], group: dist.ProcessGroup) -> None:
     """Log how unevenly experts are chosen, over the tokens of all ranks. Collective.
 
-    ``dta/expert_load_max_over_mean``: tokens of the busiest expert over the mean of all
-    experts, 1 if they are even; the mean over the layers, and ``.../layer_N`` for each
-    layer with experts, counted from 0.
+    ``dta/expert_load_max_over_mean`` is the number of tokens of the busiest expert over
+    the mean of all experts (1 if they are even), averaged over the layers with experts;
+    ``.../layer_N`` is that of the N-th of them, from 0.
 
     Args:
-        load: for each such layer the tokens of each expert on this rank, a tree token
-            counting once for each sequence through it.
+        load: per such layer the number of tokens per expert on this rank; a tree token
+            counts once per sequence through it.
     """
     ranks: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(ranks, load, group=group)

@@ -22,7 +22,7 @@ from areal_dta.config.schema import (
     DTAConfig,
     DTAGRPOConfig,
 )
-from areal_dta.engine.choice import PAIR_KINDS, VALUE_KINDS, engine_class
+from areal_dta.engine import PAIR_KINDS, VALUE_KINDS, engine_class
 from areal_dta.startup.hardware import detect_hardware, num_gpus
 from areal_dta.startup.rollout_checks import (
     check_agent,

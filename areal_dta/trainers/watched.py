@@ -18,9 +18,10 @@ from areal.utils.environ import is_single_controller
 from areal.utils.saver import Saver
 
 from areal_dta.areal_fixes.loopback import LOOPBACK_ENV, use_loopback
+from areal_dta.collector.dispatch import controller_of
 from areal_dta.config.resolved import ResolvedRun
 from areal_dta.config.schema import DTAConfig
-from areal_dta.engine.choice import engine_class
+from areal_dta.engine import engine_class
 from areal_dta.processes.liveness import (
     LivenessMonitor,
     Probe,
@@ -169,7 +170,7 @@ class WatchedTrainer:
         cls = engine_class(kind, engine, config.attn_impl)
         if cls is None:
             return None
-        controller = cls.as_controller(config, self.scheduler)
+        controller = controller_of(cls, config, self.scheduler)
         controller.create_process_group(parallel_strategy=alloc.parallel)
         return controller
 

@@ -12,7 +12,7 @@ from areal_dta.collector.planned_batch import PlannedBatch, planned
 from areal_dta.collector.planner import BatchPlanner
 from areal_dta.collector.validate_trajectory import REASONS, Rejected
 from areal_dta.schedule import FlopModel
-from tests.engine.dispatch_worker import make_items
+from tests.engine.dispatch_scenarios import make_items
 
 
 def items_of(num, seed=0):

@@ -22,7 +22,7 @@ from areal_dta.collector.collector import Collector
 from areal_dta.collector.hook import Collection
 from areal_dta.collector.planner import BatchPlanner
 from areal_dta.collector.prompt_loader import MAX_TRIES, PromptLoader
-from tests.engine.dispatch_worker import make_items
+from tests.engine.dispatch_scenarios import make_items
 
 BATCH = 4
 

@@ -6,7 +6,7 @@ from areal.api.cli_args import MicroBatchSpec
 from areal.engine.fsdp_engine import FSDPEngine
 
 from areal_dta.engine.batch import load_batch, pad_to_labels
-from areal_dta.engine.dummy import template_of, zero_rows
+from areal_dta.engine.placeholder_rows import placeholder_rows, template_of
 from tests.engine.builders import actor_config, build_engine, grpo_batch
 
 CPU = torch.device("cpu")
@@ -97,11 +97,11 @@ def test_labels_are_padded_to_tokens():
     assert pad_to_labels([torch.zeros(0)], [0]).tolist() == []
 
 
-def test_dummy_rows_have_their_peers_keys():
+def test_placeholder_rows_have_their_peers_keys():
     batch = load_batch(
         grpo_batch() | {"weight": torch.ones(6), "scale": 0.5}, MicroBatchSpec()
     )
-    rows = zero_rows(template_of(batch.rows), num_rows=2)
+    rows = placeholder_rows(template_of(batch.rows), num_rows=2)
     assert rows.keys() == batch.rows.keys()
     assert rows["attention_mask"].all() and rows["attention_mask"].shape == (2, 1)
     for key, value in rows.items():

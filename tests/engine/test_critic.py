@@ -9,6 +9,7 @@ from areal.api.cli_args import MicroBatchSpec, PPOCriticConfig
 from areal.engine.fsdp_engine import FSDPPPOActor
 
 from areal_dta.engine import DensePPOCritic, DTAPPOCritic
+from areal_dta.engine.model_checks import option
 from tests.engine.builders import (
     actor_config,
     build_engine,
@@ -56,7 +57,7 @@ def test_values_everywhere(tiny_critic, num_micro_batches):
     items = trajectories()
     expected = dense(tiny_critic, mb_spec=spec).compute_values(items)
     engine = critic(tiny_critic, "all", mb_spec=spec)
-    assert not engine._option("positions") == "auto"
+    assert not option(engine.config, "positions") == "auto"
     for actual, theirs, item in zip(
         engine.compute_values(items), expected, items, strict=True
     ):
@@ -70,8 +71,8 @@ def test_advantages_need_no_other_values(tiny_critic, tiny_model):
     assert all(item["attention_mask"].all(-1).any() for item in items)
     engine, everywhere = critic(tiny_critic), critic(tiny_critic, "all")
     few, all_values = (e.compute_values(items) for e in (engine, everywhere))
-    num_rows = engine._executor.last_stats.num_rows
-    assert num_rows < everywhere._executor.last_stats.num_rows
+    num_rows = engine.runner.executor.last_stats.num_rows
+    assert num_rows < everywhere.runner.executor.last_stats.num_rows
     ours, theirs = (
         with_advantages(items, values, tiny_model) for values in (few, all_values)
     )
@@ -107,7 +108,7 @@ def test_only_loss_positions_are_trained(tiny_critic, tiny_model):
     )
     update(engine, items)
     num_masked = sum(int(item["loss_mask"].sum()) for item in items)
-    assert 0 < engine._executor.last_stats.num_rows <= num_masked
+    assert 0 < engine.runner.executor.last_stats.num_rows <= num_masked
 
 
 def test_a_sequence_of_one_token(tiny_critic):

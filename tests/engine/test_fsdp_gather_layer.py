@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from areal_dta.executor import oracle
-from tests.engine.gather_layer_worker import (
+from tests.engine.gather_layer_scenarios import (
     BUDGETS,
     MODELS,
     build_model,
     full_batch,
     loss_of,
     rows_of_rank,
+    run_all,
 )
 from tests.engine.ranks import run_ranks
 
@@ -24,15 +25,14 @@ SCENARIOS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    return run_ranks(run_all, [1, 2], tmp_path_factory.mktemp("gather_layer"))
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["1 rank", "2 ranks"])
-def ranks(request, tmp_path_factory):
-    world_size = request.param
-    directory = tmp_path_factory.mktemp("lockstep")
-    run_ranks(
-        "tests.engine.gather_layer_worker", world_size, directory, str(world_size)
-    )
-    paths = [directory / f"rank{rank}.pt" for rank in range(world_size)]
-    return [torch.load(path, weights_only=True) for path in paths]
+def ranks(request, worlds):
+    return worlds[request.param]
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,8 @@ from areal_dta.engine import (
     DTAPPOActor,
     DTAPPOCritic,
     check_actor_config,
-    check_model_config,
 )
-from areal_dta.engine.model_checks import effective_config
+from areal_dta.engine.model_checks import check_model, effective_config
 from areal_dta.executor import UnsupportedModelError
 from tests.engine.builders import actor_config, save_tiny_model, value_config
 
@@ -68,13 +67,6 @@ def test_vision_models_are_refused(tmp_path):
         DTAPPOActor(actor_config(tmp_path))
 
 
-def test_an_unknown_reshard_mode_is_refused():
-    asked = config()
-    asked.dta = SimpleNamespace(reshard="layer")
-    with pytest.raises(ValueError, match="dta.reshard=layer: expected step .* block"):
-        check_actor_config(asked)
-
-
 def test_fp8_is_refused():
     asked = config()
     asked.archon.fp8_config.mode = "blockwise"
@@ -117,12 +109,12 @@ def test_our_backend_is_translated_for_areal():
 
 
 def test_dropout():
-    hf_config = Qwen3Config(attention_dropout=0.1)
+    dropping = Qwen3Config(num_hidden_layers=1, attention_dropout=0.1)
     with pytest.raises(ValueError, match="attention_dropout=0.1.*disable_dropout=true"):
-        check_model_config(hf_config, disable_dropout=False)
-    messages = check_model_config(hf_config, disable_dropout=True)
+        check_model(dropping, config())
+    messages = check_model(dropping, config(disable_dropout=True))
     assert len(messages) == 1 and "switched off" in messages[0]
-    assert check_model_config(Qwen3Config(), disable_dropout=False) == []
+    assert check_model(Qwen3Config(num_hidden_layers=1), config()) == []
 
 
 def test_the_engine_refuses_before_it_loads_anything(tmp_path, world):

@@ -8,8 +8,7 @@ import pytest
 import torch
 from areal.trainer.ppo.actor import grpo_loss_fn
 
-from areal_dta.engine.batch import load_batch
-from areal_dta.engine.positions import Alignment, ReadRule, read_positions
+from areal_dta.engine.batch import Alignment, OutputRule, load_batch, needed_outputs
 from tests.engine.builders import actor_config, gradients, grpo_batch, relative_error
 from tests.engine.two_rank_data import trajectories
 from tests.engine.two_rank_updates import tree_engine
@@ -41,18 +40,18 @@ def test_both_alignments_name_the_same_outputs(tiny_model):
         (by_token, Alignment.TOKEN),
         (by_output, Alignment.OUTPUT),
     ):
-        rule = ReadRule(alignment)
-        found = read_positions(batch, [0, 1], rule, of_values=False)
+        rule = OutputRule(alignment)
+        found = needed_outputs(batch, [0, 1], rule, is_critic=False)
         assert [m.tolist() for m in found] == expected
-        values = read_positions(batch, [0, 1], rule, of_values=True)
+        values = needed_outputs(batch, [0, 1], rule, is_critic=True)
         assert [m.tolist() for m in values] == [[*m, False] for m in expected]
-        rule = ReadRule(alignment, last=True)
-        values = read_positions(batch, [0, 1], rule, of_values=True)
+        rule = OutputRule(alignment, last=True)
+        values = needed_outputs(batch, [0, 1], rule, is_critic=True)
         assert [m.tolist() for m in values] == [[*m, True] for m in expected]
     without = load_batch(rows, spec)
-    rule = ReadRule(Alignment.TOKEN)
-    assert read_positions(without, [0, 1], rule, of_values=False) is None
-    last = read_positions(without, [1], ReadRule(None, last=True), of_values=True)
+    rule = OutputRule(Alignment.TOKEN)
+    assert needed_outputs(without, [0, 1], rule, is_critic=False) is None
+    last = needed_outputs(without, [1], OutputRule(None, last=True), is_critic=True)
     assert [m.tolist() for m in last] == [[False, False, True]]
 
 
@@ -68,11 +67,11 @@ def test_only_loss_positions_are_projected(tiny_model):
         use_decoupled_loss=True,
     )
     engine.train_batch(batch, update, count_tokens)
-    stats = engine._executor.last_stats
+    stats = engine.runner.executor.last_stats
     num_masked = int(batch["loss_mask"].sum())
     assert 0 < stats.num_rows <= num_masked < stats.num_sequence_tokens
     engine.train_batch(batch, total_logprob, count_tokens)
-    assert engine._executor.last_stats.num_rows > stats.num_rows
+    assert engine.runner.executor.last_stats.num_rows > stats.num_rows
 
 
 @pytest.mark.usefixtures("world")
@@ -80,9 +79,9 @@ def test_compute_logp_equals_a_full_forward_where_the_mask_is_set(tiny_model):
     engine = tree_engine(tiny_model)
     items = trajectories()
     few = engine.compute_logp([dict(item) for item in items])
-    num_rows = engine._executor.last_stats.num_rows
+    num_rows = engine.runner.executor.last_stats.num_rows
     everywhere = engine.forward_batch(items)
-    assert engine._executor.last_stats.num_rows > num_rows
+    assert engine.runner.executor.last_stats.num_rows > num_rows
     for item, got, want in zip(items, few, everywhere, strict=True):
         mask = item["loss_mask"].roll(-1, -1).bool()
         torch.testing.assert_close(got[mask], want[mask], rtol=1e-5, atol=1e-6)
@@ -99,13 +98,13 @@ def test_positions_all_is_honoured_and_changes_nothing(tiny_model):
             grpo_loss_fn, eps_clip=0.2, eps_clip_higher=None, c_clip=None
         )
         engine.train_batch(grpo_batch(), update, count_tokens)
-        found[choice] = gradients(engine), engine._executor.last_stats.num_rows
+        found[choice] = gradients(engine), engine.runner.executor.last_stats.num_rows
     assert relative_error(found["auto"][0], found["all"][0]) < 1e-5
     assert found["auto"][1] < found["all"][1]
 
 
 def test_masks_have_one_entry_an_output(tiny_model):
     batch = load_batch(grpo_batch(), actor_config(tiny_model).mb_spec)
-    masks = read_positions(batch, [0, 1], ReadRule(Alignment.OUTPUT), of_values=False)
+    masks = needed_outputs(batch, [0, 1], OutputRule(Alignment.OUTPUT), is_critic=False)
     assert [len(m) for m in masks] == [n - 1 for n in batch.lengths[:2]]
     assert all(m.dtype == np.bool_ for m in masks)

@@ -80,17 +80,19 @@ def test_out_of_memory_in_training(
     tiny_model, monkeypatch, expected, log, error, at_block
 ):
     engine = engine_with(tiny_model)
-    engine._runner._logger, records = log
+    engine.runner.logger, records = log
     calls = failing_once(monkeypatch, at_block, error)
     actual = train_once(engine, grpo_batch())
     assert len(calls) > at_block
     assert_same_step(actual, expected)
-    assert engine._executor.config.retain_tokens == 0
+    assert engine.runner.executor.config.retain_tokens == 0
     (message,) = records
     assert "out of memory" in message and "retain_tokens 16 -> 0" in message
     # what was chosen stays, and so does the temperature
-    assert engine._executor.config == dataclasses.replace(
-        engine._executor.config, block_tokens=8, temperature=engine.config.temperature
+    assert engine.runner.executor.config == dataclasses.replace(
+        engine.runner.executor.config,
+        block_tokens=8,
+        temperature=engine.config.temperature,
     )
 
 
@@ -117,7 +119,7 @@ def test_out_of_memory_in_a_forward_only_pass(tiny_model, monkeypatch):
     want = engine.forward_batch(batch)
     failing_once(monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory"))
     torch.testing.assert_close(engine.forward_batch(batch), want)
-    config = engine._executor.config
+    config = engine.runner.executor.config
     assert (config.block_tokens, config.retain_tokens) == (32, 16)
 
 
@@ -166,9 +168,9 @@ def test_out_of_memory_with_ranks_in_step_is_raised(tiny_model, monkeypatch):
 
 def test_budgets_are_chosen_at_the_first_batch(tiny_model, expected, log):
     engine = engine_with(tiny_model, block_tokens="auto", retain_tokens="auto")
-    engine._runner._logger, records = log
+    engine.runner.logger, records = log
     assert_same_step(train_once(engine, grpo_batch()), expected)
-    config = engine._executor.config
+    config = engine.runner.executor.config
     # a tiny model in a machine's memory: the largest block, and everything retained
     assert config.block_tokens == 512
     assert config.retain_tokens is not None and config.retain_tokens > 10_000
@@ -185,7 +187,7 @@ def test_budgets_are_chosen_at_the_first_batch(tiny_model, expected, log):
 def test_what_is_set_is_kept(tiny_model, options, expected_config):
     engine = engine_with(tiny_model, **options)
     engine.forward_batch(grpo_batch())
-    config = engine._executor.config
+    config = engine.runner.executor.config
     block, retain = expected_config
     assert config.block_tokens == block
     if retain == "chosen":
@@ -198,13 +200,8 @@ def test_little_memory_makes_small_budgets(tiny_model, expected, monkeypatch, lo
     name = "areal_dta.engine.oom_retry.usable_memory"
     monkeypatch.setattr(name, lambda device, num_processes: 3e5)
     engine = engine_with(tiny_model, block_tokens="auto", retain_tokens="auto")
-    engine._runner._logger, records = log
+    engine.runner.logger, records = log
     assert_same_step(train_once(engine, grpo_batch()), expected)
-    config = engine._executor.config
+    config = engine.runner.executor.config
     assert (config.block_tokens, config.retain_tokens) == (32, 0)
     assert "predicted not to fit" in records[-1]
-
-
-def test_an_unknown_mode_is_refused(tiny_model):
-    with pytest.raises(ValueError, match="reshard=layer: expected step"):
-        engine_with(tiny_model, reshard="layer")

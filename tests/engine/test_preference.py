@@ -74,7 +74,7 @@ def test_train_dpo(tiny_model, spec, loss_type):
     engine = dta_dpo(tiny_model, **options)
     assert_same_step(dpo_step(engine, pair_items()), expected)
     num_masked = sum(int(item["loss_mask"].sum()) for item in pair_items())
-    assert 0 < engine._executor.last_stats.num_rows <= num_masked
+    assert 0 < engine.runner.executor.last_stats.num_rows <= num_masked
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -84,7 +84,7 @@ def test_train_rw(tiny_critic, spec):
     )
     engine = dta_reward(tiny_critic, mb_spec=spec)
     assert_same_step(rw_step(engine, pair_items(False)), expected)
-    assert engine._executor.last_stats.num_rows <= len(pair_items())
+    assert engine.runner.executor.last_stats.num_rows <= len(pair_items())
 
 
 @pytest.mark.parametrize("kind", ["dpo", "rw"])

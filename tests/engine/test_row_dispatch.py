@@ -2,20 +2,27 @@
 
 import pytest
 import torch
-from areal.api.cli_args import NormConfig
+from areal.api.cli_args import NormConfig, TrainEngineConfig
 from areal.engine.fsdp_engine import FSDPPPOActor
+from areal.trainer.sft.lm_engine import LMController
 
-from areal_dta.engine import DensePPOActor, DensePPOCritic, DTAPPOActor
+from areal_dta.collector.dispatch import (
+    DTAActorController,
+    DTACriticController,
+    controller_of,
+)
+from areal_dta.engine import DensePPOActor, DensePPOCritic, DTALMEngine, DTAPPOActor
 from tests.engine.builders import (
     actor_config,
     build_engine,
+    engine_config,
     one_sequence_each,
     parameters,
     relative_error,
     save_tiny_critic,
     save_tiny_model,
 )
-from tests.engine.dispatch_worker import (
+from tests.engine.dispatch_scenarios import (
     BATCHES,
     NORMS,
     SpmdActor,
@@ -24,6 +31,7 @@ from tests.engine.dispatch_worker import (
     critic_step,
     dense_actor,
     make_items,
+    run_all,
     tree_actor,
 )
 from tests.engine.ranks import run_ranks
@@ -41,7 +49,7 @@ NOT_COMPARED = (
     "dta/",
     "timeperf/",
 )
-# Dummy rows of a dense rank with fewer rows than micro-batches count as tokens.
+# Placeholder rows of a dense rank with fewer rows than micro-batches count as tokens.
 DENSE_COUNTS = ("update/n_tokens", "ppo_critic/n_tokens")
 
 
@@ -56,14 +64,7 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(directory):
     """World size -> what each of its ranks saved."""
-    run_ranks("tests.engine.dispatch_worker", 3, directory)
-    return {
-        n: [
-            torch.load(directory / f"{n}ranks-{rank}.pt", weights_only=True)
-            for rank in range(n)
-        ]
-        for n in (2, 3)
-    }
+    return run_ranks(run_all, [3, 2], directory)
 
 
 @pytest.fixture(scope="module")
@@ -212,11 +213,11 @@ def test_a_trajectory_of_several_sequences_counts_its_reward_once(directory):
 
 
 def test_one_controller_for_every_engine(directory):
-    from areal_dta.collector.dispatch import DTAActorController, DTACriticController
-
     for engine in (DTAPPOActor, DensePPOActor):
-        controller = engine.as_controller(actor_config(directory / "tiny"), None)
+        controller = controller_of(engine, actor_config(directory / "tiny"), None)
         assert type(controller) is DTAActorController
         assert controller.train_engine is engine
     config = critic(DensePPOCritic, directory / "critic").config
-    assert type(DensePPOCritic.as_controller(config, None)) is DTACriticController
+    assert type(controller_of(DensePPOCritic, config, None)) is DTACriticController
+    lm = engine_config(TrainEngineConfig, directory / "tiny")
+    assert type(controller_of(DTALMEngine, lm, None)) is LMController

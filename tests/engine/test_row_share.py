@@ -13,7 +13,7 @@ from areal_dta.engine.row_share import (
     take_rows,
     widen,
 )
-from tests.engine.dispatch_worker import make_items
+from tests.engine.dispatch_scenarios import make_items
 
 
 def test_a_share_survives_the_way_as_text():

@@ -44,7 +44,7 @@ def test_train_lm(tiny_model, num_micro_batches):
     assert relative_error(actual["gradients"], expected["gradients"]) <= FP32
     assert_same_statistics(actual, expected)
     num_masked = sum(int(item["loss_mask"].sum()) for item in lm_items())
-    assert 0 < engine._executor.last_stats.num_rows <= num_masked
+    assert 0 < engine.runner.executor.last_stats.num_rows <= num_masked
 
 
 def test_the_sequence_scope_is_nearly_right_and_can_be_asked_for(tiny_model):

@@ -17,6 +17,7 @@ from tests.engine.builders import (
 from tests.engine.checks import grpo_loss, labelled, loss_tokens, train_once
 from tests.engine.ranks import run_ranks
 from tests.engine.two_rank_data import lm_items, pair_items, trajectories, union
+from tests.engine.two_rank_scenarios import LORA, UNEVEN, Scenarios, run_all
 from tests.engine.two_rank_updates import (
     actor_options,
     actor_update,
@@ -28,7 +29,6 @@ from tests.engine.two_rank_updates import (
     rw_update,
     tree_engine,
 )
-from tests.engine.two_rank_worker import LORA, UNEVEN, Scenarios
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -47,9 +47,7 @@ def directory(tmp_path_factory):
 @pytest.fixture(scope="module")
 def ranks(directory):
     """What both ranks saved: a dict a rank, scenario -> results."""
-    run_ranks("tests.engine.two_rank_worker", 2, directory)
-    paths = [directory / f"rank{r}.pt" for r in (0, 1)]
-    return [torch.load(path, weights_only=True) for path in paths]
+    return run_ranks(run_all, [2], directory)[2]
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from areal.utils.timeutil import EpochStepTimeFreqCtl
 
 from areal_dta.config.resolved import KIND_OF
 from areal_dta.config.schema import ALGORITHMS, to_structured
-from areal_dta.engine.choice import KINDS, engine_class
-from areal_dta.engine.dense_engines import PackedAttention
+from areal_dta.engine import KINDS, engine_class
+from areal_dta.engine.dense_engines import DenseEngine
 from areal_dta.engine.dta_engine import DTAEngine
 from areal_dta.startup.compose import compose, find_config
 from areal_dta.startup.train_process import trainer_class
@@ -72,7 +72,7 @@ def test_engines(kind: str) -> None:
     assert issubclass(tree, DTAEngine) and issubclass(tree, AREAL_ENGINES[kind])
     for attention in ("sdpa", "eager"):
         dense = engine_class(kind, "fsdp", attention)
-        assert issubclass(dense, PackedAttention)
+        assert issubclass(dense, DenseEngine)
         assert issubclass(dense, AREAL_ENGINES[kind])
     assert engine_class(kind, "megatron", "sdpa") is None
     # AReaL's own suffices with flash attention, except that its reward models fail and

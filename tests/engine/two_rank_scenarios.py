@@ -1,18 +1,13 @@
-"""One of two ranks: runs every scenario of test_two_ranks.py and saves the results.
+"""What each of two ranks runs for test_two_ranks.py.
 
-    python -m tests.engine.two_rank_worker RANK DIRECTORY
-
-DIRECTORY holds the models `tiny`, `moe` and `critic`. Importing AReaL takes seconds, so
-all scenarios share one pair of processes.
+The directory holds the models `tiny`, `moe` and `critic`. Importing AReaL takes
+seconds, so all scenarios share one pair of processes.
 """
 
 from __future__ import annotations
 
 import copy
-import os
-import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,6 +30,7 @@ from tests.engine.builders import (
     rows_of,
 )
 from tests.engine.checks import grpo_loss, loss_tokens, train_once
+from tests.engine.ranks import COLLECTIVE_TIMEOUT
 from tests.engine.two_rank_data import lm_items, pair_items, trajectories, union
 from tests.engine.two_rank_updates import (
     actor_options,
@@ -49,7 +45,6 @@ from tests.engine.two_rank_updates import (
     tree_engine,
 )
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 LORA: dict[str, Any] = {
     "use_lora": True,
     "lora_rank": 4,
@@ -58,6 +53,16 @@ LORA: dict[str, Any] = {
 }
 UNEVEN = ([0, 1, 2, 3, 4, 5, 6], [7, 8])
 EVEN = ([0, 2, 4, 6], [1, 3, 5, 7])
+
+
+def run_all(rank: int, directory: Path) -> dict:
+    scenarios = Scenarios(rank, directory)
+    results = {}
+    for name, method in vars(Scenarios).items():
+        if not name.startswith("_"):
+            print(f"scenario {name}", flush=True)
+            results[name] = method(scenarios)
+    return results
 
 
 class ExpertModel(nn.Module):
@@ -138,7 +143,7 @@ class Scenarios:
             results = train_once(engine, mine)
         finally:
             BlockRunner.run = run  # type: ignore[method-assign]
-        return {**results, "retain_tokens": engine._executor.config.retain_tokens}
+        return {**results, "retain_tokens": engine.runner.executor.config.retain_tokens}
 
     def uneven_trees_by_the_layer(self) -> dict:
         mine = rows_of(union(), UNEVEN[self.rank])
@@ -251,27 +256,3 @@ def _error_of(call: Callable[[], Any]) -> str:
     except (ArithmeticError, ValueError, PeerFailure) as error:
         return f"{type(error).__name__}: {error}"
     return "none"
-
-
-def main(rank: int, directory: Path) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    store = directory / "store"
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=2,
-        timeout=COLLECTIVE_TIMEOUT,
-    )
-    scenarios = Scenarios(rank, directory)
-    results = {}
-    for name, method in vars(Scenarios).items():
-        if not name.startswith("_"):
-            print(f"scenario {name}", flush=True)
-            results[name] = method(scenarios)
-    torch.save(results, directory / f"rank{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -1,20 +1,14 @@
-"""Ranks that dispatch batches to themselves, for test_dispatch.py.
+"""Ranks that dispatch batches to themselves, for test_row_dispatch.py.
 
-    python -m tests.engine.dispatch_worker RANK DIRECTORY
-
-DIRECTORY holds the models `tiny` and `critic`. Three processes run every scenario, then
-two of them once more, since importing AReaL takes seconds. Each rank runs the whole
-controller, and of each call its own worker's part: results are gathered.
+The directory holds the models `tiny` and `critic`. Each rank runs the whole controller,
+and its own worker's part of each call: results are gathered.
 """
 
 from __future__ import annotations
 
 import copy
-import os
 import random
-import sys
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +34,6 @@ from tests.engine.builders import (
     value_config,
 )
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 GROUP = {"mean_level": "group", "std_level": "group", "group_size": 3}
 NORMS = {
     "reward_norm": NormConfig(**GROUP, mean_leave1out=True),
@@ -178,7 +171,7 @@ def critic_step(critic: Any, items: list[dict], engine: Any = None) -> dict:
     }
 
 
-def scenarios(directory: Path) -> dict:
+def run_all(rank: int, directory: Path) -> dict:
     tiny = directory / "tiny"
     results: dict[str, Any] = {}
     for name, sizes in BATCHES.items():
@@ -204,26 +197,3 @@ def scenarios(directory: Path) -> dict:
         random.Random(seed).shuffle(shuffled)
         results[f"order/{seed}"] = actor_step(SpmdActor(tree_actor(tiny)), shuffled)
     return results
-
-
-def main(rank: int, directory: Path) -> None:
-    for num_ranks in (3, 2):
-        if rank >= num_ranks:
-            return
-        os.environ.update(
-            RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks)
-        )
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{directory}/store{num_ranks}",
-            rank=rank,
-            world_size=num_ranks,
-            timeout=COLLECTIVE_TIMEOUT,
-        )
-        print(f"{num_ranks} ranks", flush=True)
-        torch.save(scenarios(directory), directory / f"{num_ranks}ranks-{rank}.pt")
-        dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

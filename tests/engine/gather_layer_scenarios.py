@@ -1,14 +1,9 @@
-"""One of some ranks: runs the scenarios of test_lockstep.py and saves the results.
-
-python -m tests.engine.gather_layer_worker RANK WORLD_SIZE DIRECTORY
-"""
+"""What each rank runs for test_fsdp_gather_layer.py."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from areal_dta.engine.fsdp_gather_layer import LockStep
+from areal_dta.engine.fsdp_gather_layer import LayerwiseGather
 from areal_dta.engine.fsdp_gather_step import PeerFailure
 from areal_dta.executor import ExecutorConfig, TreeExecutor
 from areal_dta.tree import PrefixTree
 from tests.builders import random_batch
+from tests.engine.ranks import COLLECTIVE_TIMEOUT
 from tests.models import VOCAB_SIZE, tiny_model
 
-COLLECTIVE_TIMEOUT = timedelta(seconds=40)
 NUM_LAYERS = 4
 BUDGETS = {"recompute": (5, 0), "some": (7, 16), "retain": (6, None)}
 MODELS = {
@@ -76,6 +71,10 @@ def shard(model: Any) -> Any:
         fully_shard(layer, **options)
     fully_shard(model, **options)
     return model
+
+
+def run_all(rank: int, directory: Path) -> dict[str, Any]:
+    return Scenarios(rank, dist.get_world_size()).all()
 
 
 class Scenarios:
@@ -156,10 +155,12 @@ class Scenarios:
                 executor.forward_backward(tree, loss_of(rows))
         return {"gradients": _gradients(executor.model)}
 
-    def _executor(self, name: str, budgets: Any) -> tuple[TreeExecutor, LockStep]:
+    def _executor(
+        self, name: str, budgets: Any
+    ) -> tuple[TreeExecutor, LayerwiseGather]:
         model = shard(build_model(name))
         executor = TreeExecutor(model, ExecutorConfig(*budgets))
-        pace = LockStep(model, self.group)
+        pace = LayerwiseGather(model, self.group)
         executor.pace = pace
         return executor, pace
 
@@ -197,19 +198,3 @@ def _gradients(model: Any) -> dict[str, torch.Tensor]:
         assert isinstance(p, DTensor) and isinstance(p.grad, DTensor), name
         grads[name] = p.grad.full_tensor().clone()
     return grads
-
-
-def main(rank: int, world_size: int, directory: Path) -> None:
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory / 'store'}",
-        rank=rank,
-        world_size=world_size,
-        timeout=COLLECTIVE_TIMEOUT,
-    )
-    torch.save(Scenarios(rank, world_size).all(), directory / f"rank{rank}.pt")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,13 +1,15 @@
-"""Normalisation of rewards and advantages: item by item, no peer left waiting.
+"""Normalisation of rewards and advantages per item, without leaving a peer waiting.
 
-AReaL's ``Normalization`` slices the concatenated rows by a fixed ``group_size``: items
-of other sizes are mixed, and the rows at the tail get a spread of zero. Here each item
-(the rows of one prompt) is normalised over its own rows, which is AReaL's result where
-every item has ``group_size`` rows. A trajectory of several sequences (rows) counts its
-reward once, whatever the level.
+Made for AReaL 1.0.4, whose ``Normalization`` slices the concatenated rows by a fixed
+``group_size``: items of other sizes are mixed, and the rows at the tail get a spread of
+zero. Here each item (the rows of one prompt) is normalised over its own rows, which is
+AReaL's result where every item has ``group_size`` rows. A trajectory of several
+sequences (rows) counts its reward once, whatever the level.
 
-AReaL also returns before its all-reduces when this rank's mask is zero everywhere, and
-the other ranks wait for it. Here such a rank adds nothing to the sums.
+AReaL also returns before its all-reduces if this rank's mask is zero everywhere, and
+the other ranks wait for it. Here such a rank adds zero to the sums.
+
+Used by our engines alone, in place of the ``Normalization`` of their algorithm.
 """
 
 # B = rows, G = trajectories, T = tokens
@@ -28,7 +30,7 @@ TRAJECTORY_STARTS = "begin_of_trajectory"
 
 
 class CollectiveNormalization(Normalization):
-    """AReaL's ``Normalization``, never leaving its peers waiting."""
+    """AReaL's ``Normalization`` that never leaves its peers waiting."""
 
     def __call__(
         self,
@@ -45,7 +47,7 @@ class CollectiveNormalization(Normalization):
     def join(
         self, device: torch.device, high_precision: bool = True, group: Any = None
     ) -> None:
-        """Take part in the all-reduces of a call, with nothing."""
+        """Take part in the all-reduces of a call without adding anything."""
         if not dist.is_initialized():
             return
         dtype = torch.float64 if high_precision else torch.float32
@@ -58,7 +60,7 @@ class CollectiveNormalization(Normalization):
 
 
 class ItemNormalization(CollectiveNormalization):
-    """Over items of any sizes, told by `items`; without them AReaL's fixed groups."""
+    """Normalises over items of any sizes, set by `items`; else over AReaL's groups."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -67,7 +69,7 @@ class ItemNormalization(CollectiveNormalization):
 
     @contextmanager
     def items(self, items: Sequence[dict[str, Any]]) -> Iterator[None]:
-        """Until left, calls are about the rows of these, concatenated."""
+        """Context manager: calls are about the concatenated rows of these items."""
         self._num_rows = [len(item["attention_mask"]) for item in items]
         if items and all(TRAJECTORY_STARTS in item for item in items):
             starts = [item[TRAJECTORY_STARTS] for item in items]
@@ -103,12 +105,12 @@ class ItemNormalization(CollectiveNormalization):
     ) -> Tensor:
         of_B = self._trajectory_of_B
         assert of_B is not None
+        # one reward per trajectory: the mean, where its rows were given different ones
         of_B = of_B.to(x_B.device)
         num = int(of_B.max()) + 1
         counts_G = torch.zeros(num, device=x_B.device).index_add(
             0, of_B, torch.ones_like(x_B, dtype=torch.float32)
         )
-        # a trajectory's reward; the mean, where its rows were given different ones
         x_G = torch.zeros_like(counts_G).index_add(0, of_B, x_B.float()) / counts_G
         per_item = [int(rows.unique().numel()) for rows in of_B.split(sizes)]
         mean_G, std_G = self._statistics(x_G, None, per_item, high_precision, group)
@@ -122,7 +124,7 @@ class ItemNormalization(CollectiveNormalization):
         high_precision: bool,
         group: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Mean and divisor of each entry, as AReaL computes them."""
+        """Return mean and divisor per entry, as AReaL computes them."""
         options = {"high_precision": high_precision}
         batch = {"all_reduce": True, "reduce_group": group, **options}
         item = {"all_reduce": False, "reduce_group": None, **options}
@@ -146,7 +148,7 @@ class ItemNormalization(CollectiveNormalization):
         elif self.std_level == "group":
             for rows in _slices(sizes):
                 if rows.stop - rows.start == 1 and unbiased:
-                    continue  # no spread can be told: 1
+                    continue  # one row has no spread: 1
                 of_item = None if mask is None else mask[rows]
                 found = self._compute_std(
                     x[rows], of_item, mean[rows], unbiased=unbiased, **item
@@ -158,11 +160,11 @@ class ItemNormalization(CollectiveNormalization):
 
 
 def trajectory_numbers(starts: Sequence[Tensor]) -> Tensor:
-    """Number of each row's trajectory [B], rising along all items.
+    """Return the index of each row's trajectory [B], rising along all items.
 
     Args:
-        starts: of each item, rows [B] > 0 where a trajectory begins. An item's first
-            row begins one in any case.
+        starts: per item, rows [B] > 0 where a trajectory begins. An item's first row
+            begins one in any case.
     """
     begins = []
     for start_B in starts:

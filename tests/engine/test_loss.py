@@ -9,11 +9,10 @@ from areal.trainer.ppo.critic import ppo_loss_fn
 from areal.trainer.rw.rw_engine import compute_rw_loss
 from areal.trainer.sft.lm_engine import compute_packed_sft_loss
 
-from areal_dta.engine.algorithms import choose_scope, traits_of
-from areal_dta.engine.positions import Alignment, ReadRule
-from areal_dta.engine.prox_logp import with_own_prox_logp
+from areal_dta.engine.batch import Alignment, OutputRule
+from areal_dta.engine.loss import choose_scope, traits_of, with_own_prox_logp
 
-LABELS = ReadRule(Alignment.OUTPUT)
+LABELS = OutputRule(Alignment.OUTPUT)
 
 
 def my_loss(logprobs, entropy, mb_input, **kwargs):
@@ -21,7 +20,7 @@ def my_loss(logprobs, entropy, mb_input, **kwargs):
 
 
 @pytest.mark.parametrize(
-    "loss_fn, reads, scope",
+    "loss_fn, needed, scope",
     [
         (grpo_loss_fn, LABELS, "sequence"),
         (functools.partial(grpo_loss_fn, use_sapo_loss=True), LABELS, "sequence"),
@@ -29,15 +28,15 @@ def my_loss(logprobs, entropy, mb_input, **kwargs):
         (functools.partial(grpo_loss_fn, m2_threshold=0.1), LABELS, "batch"),
         (ppo_loss_fn, LABELS, "sequence"),
         (compute_packed_sft_loss, LABELS, "batch"),
-        (compute_dpo_loss, ReadRule(Alignment.TOKEN), "batch"),
-        (compute_rw_loss, ReadRule(None, last=True), "batch"),
+        (compute_dpo_loss, OutputRule(Alignment.TOKEN), "batch"),
+        (compute_rw_loss, OutputRule(None, last=True), "batch"),
         (my_loss, None, "batch"),
         (lambda *args, **kwargs: None, None, "batch"),
     ],
 )
-def test_each_loss_gets_what_is_exact(loss_fn, reads, scope):
+def test_each_loss_gets_what_is_exact(loss_fn, needed, scope):
     traits = traits_of(loss_fn)
-    assert traits.reads == reads
+    assert traits.needed_outputs == needed
     assert choose_scope(traits, "auto") == scope
     assert choose_scope(traits, "batch") == "batch"
 
@@ -60,5 +59,3 @@ def test_a_scope_can_be_asked_for_where_it_is_possible():
     ):
         with pytest.raises(ValueError, match="loss_scope=sequence.*whole micro-batch"):
             choose_scope(traits_of(loss_fn), "sequence")
-    with pytest.raises(ValueError, match="loss_scope=block; expected auto"):
-        choose_scope(traits_of(my_loss), "block")
