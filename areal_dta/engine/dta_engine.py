@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,7 +56,6 @@ from areal_dta.engine.model_checks import (
 from areal_dta.engine.oom_retry import TreeRunner
 from areal_dta.engine.placeholder_rows import load_together
 from areal_dta.engine.statistics import (
-    LossStatistics,
     TrainingWork,
     derive_ratios,
     record_expert_load,
@@ -173,26 +171,25 @@ class DTAEngine(FSDPEngine):
         loss_fn = self.wrap_loss(loss_fn, input_)
         scope = choose_scope(traits_of(loss_fn), option(self.config, "loss_scope"))
         self.optimizer_zero_grad()
-        step = self._load_step(input_, loss_fn, loss_weight_fn, whole=scope == "batch")
-        tree, row_of = _build_tree(step.batch)
+        loss = self._load_loss(input_, loss_fn, loss_weight_fn, whole=scope == "batch")
+        tree, row_of = _build_tree(loss.batch)
 
         def group_loss(indices: list[int], *outputs: list[Tensor]) -> Tensor:
             rows = [row_of[i] for i in indices]
-            loss = step.loss(rows, outputs, step.total_weight)
-            # FSDP averages over the ranks; the total is over all of them already.
-            return loss * self.parallel_helper.dp_size
+            # FSDP averages over the ranks; the total weight is that of all of them.
+            return loss(rows, outputs) * self.parallel_helper.dp_size
 
         # forward and backward over the tree
         runner = self._ready_runner()
-        needed = self._needed_outputs(step.batch, row_of, step.rule)
+        needed = self._needed_outputs(loss.batch, row_of, loss.needed_outputs)
         with trace_scope("dta_engine.forward_backward"):
-            total = runner.train(tree, group_loss, needed, scope, step.statistics)
+            total = runner.train(tree, group_loss, needed, scope, loss.statistics)
 
         # statistics, then the update
-        step.finish()
+        loss.finish()
         self._record(tree, runner.executor, total / self.parallel_helper.dp_size, scope)
         stats: dict[str, float] = self.optimizer_step()
-        stats["num_micro_batches"] = len(step.batch.micro_batches)
+        stats["num_micro_batches"] = len(loss.batch.micro_batches)
         return stats
 
     @torch.no_grad()
@@ -201,12 +198,11 @@ class DTAEngine(FSDPEngine):
     ) -> Tensor:
         """The loss of all ranks' rows, with one call per micro-batch. Collective."""
         self._ensure_ready()
-        step = self._load_step(input_, loss_fn, loss_weight_fn, whole=True)
-        row_of, outputs = self._forward_rows(step.batch, step.rule)
-        loss = step.loss(row_of, outputs, step.total_weight).float()
-        step.finish()
-        dist.all_reduce(loss, group=self.dp_group)
-        return loss
+        loss = self._load_loss(input_, loss_fn, loss_weight_fn, whole=True)
+        value = loss(*self._forward_rows(loss.batch, loss.needed_outputs)).float()
+        loss.finish()
+        dist.all_reduce(value, group=self.dp_group)
+        return value
 
     @torch.no_grad()
     def forward_batch(
@@ -273,40 +269,24 @@ class DTAEngine(FSDPEngine):
             raise RuntimeError("the engine is not initialized; call initialize() first")
         return self.runner
 
-    def _load_step(
+    def _load_loss(
         self,
         input_: BatchInput,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
         whole: bool,
-    ) -> _Step:
-        """Load the rows and the loss of a training or evaluation step. Collective."""
-        batch, placeholder = load_together(
-            self.prepare_rows(input_), self.config.mb_spec, self.cpu_group
-        )
-        statistics = LossStatistics()
-        loss = MicroBatchLoss(
-            batch,
+    ) -> MicroBatchLoss:
+        """Load the rows of a training or evaluation step, and its loss. Collective."""
+        rows = self.prepare_rows(input_)
+        return MicroBatchLoss(
+            *load_together(rows, self.config.mb_spec, self.cpu_group),
             loss_fn,
             loss_weight_fn,
-            statistics,
             self.device,
+            self.cpu_group,
             is_critic=self.config.is_critic,
             whole=whole,
         )
-        rule = traits_of(loss_fn).needed_outputs
-        total_weight = self._total_weight(loss)
-        return _Step(batch, placeholder, loss, rule, statistics, total_weight)
-
-    def _total_weight(self, loss: MicroBatchLoss) -> float:
-        total = torch.tensor(loss.local_weight(), dtype=torch.float64)
-        dist.all_reduce(total, group=self.cpu_group)
-        if not total > 0:
-            raise ValueError(
-                f"the loss weights of all ranks add up to {float(total)}; expected "
-                "more than 0: does any token of the batch have loss_mask set?"
-            )
-        return float(total)
 
     @contextmanager
     def forward_needs_only(self, rule: OutputRule) -> Iterator[None]:
@@ -363,26 +343,6 @@ class DTAEngine(FSDPEngine):
         ).record(self.dp_rank == 0, self.device)
         if option(self.config, "router_load"):
             record_expert_load(stats.expert_load, self.cpu_group)
-
-
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What a training and an evaluation step have in common, on one rank."""
-
-    batch: RankBatch
-    placeholder: RankBatch | None
-    """On a rank without rows."""
-    loss: MicroBatchLoss
-    rule: OutputRule | None
-    """The outputs that the loss needs; None: all."""
-    statistics: LossStatistics
-    total_weight: float
-    """Sum over all ranks."""
-
-    def finish(self) -> None:
-        """Log what the loss has logged; it has been called on all rows."""
-        self.loss.call_silently_if_unused(self.placeholder)
-        self.statistics.flush()
 
 
 def _build_tree(batch: RankBatch) -> tuple[PrefixTree, list[int]]:

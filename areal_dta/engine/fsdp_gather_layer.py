@@ -109,7 +109,9 @@ class LayerwiseGather:
 
     @contextmanager
     def traversal(self, schedule: Schedule, idle_call: IdleCall) -> Iterator[None]:
-        self._rounds = merge_rounds(self._exchange(operations(schedule)))
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, operations(schedule), group=self._group)
+        self._rounds = merge_rounds(everyone)
         self._next, self._idle_call = 0, idle_call
         if any(r.kind == BACKWARD for r in self._rounds):
             self._idle_roots = [t for t in self._idle_forward() if t.requires_grad]
@@ -217,18 +219,6 @@ class LayerwiseGather:
             parameter = getattr(owner, name)
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-
-    def _exchange(self, own: str) -> list[str]:
-        size = dist.get_world_size(self._group)
-        length = torch.tensor([len(own)])
-        lengths = [torch.zeros_like(length) for _ in range(size)]
-        dist.all_gather(lengths, length, group=self._group)
-        width = max(1, *(int(n) for n in lengths))
-        padded = own.encode().ljust(width)
-        mine = torch.frombuffer(bytearray(padded), dtype=torch.uint8)
-        gathered = [torch.zeros_like(mine) for _ in range(size)]
-        dist.all_gather(gathered, mine, group=self._group)
-        return [bytes(g.tolist()).decode().rstrip() for g in gathered]
 
     def _drop_gradients(self) -> None:
         drop_unreduced_gradients(self._model)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from areal_dta.engine.batch import Alignment, OutputRule, RankBatch, pad_to_labels
@@ -131,29 +132,36 @@ class MicroBatchLoss:
     A micro-batch whose weight is 0 is left out, as in AReaL. In any other, sequences
     of weight 0 are passed to the loss for its statistics only.
 
+    Making one is collective: weights are relative to their sum over all ranks.
+
     Args:
+        placeholder: of a rank whose batch has no rows.
+        group: a CPU group of all ranks.
         is_critic: the loss is ``loss_fn(values, mb_input)``; otherwise
             ``loss_fn(logprobs, entropies, mb_input, ...)``.
         whole: every call brings all sequences, and a micro-batch is evaluated on all
             of its rows, as in AReaL; otherwise on those that a call brings.
 
     Raises:
-        ValueError: not ``whole``, and the weights do not add up over the rows.
+        ValueError: no rank has weight; or not ``whole``, and the weights do not add up
+            over the rows.
     """
 
     def __init__(
         self,
         batch: RankBatch,
+        placeholder: RankBatch | None,
         loss_fn: LossFn,
         loss_weight_fn: LossWeightFn,
-        statistics: LossStatistics,
         device: torch.device,
+        group: dist.ProcessGroup,
         is_critic: bool = False,
         whole: bool = False,
     ) -> None:
-        self._batch, self._device = batch, device
+        self.batch, self._placeholder, self._device = batch, placeholder, device
         self._loss_fn, self._weight_fn = loss_fn, loss_weight_fn
-        self._statistics = statistics
+        self.needed_outputs = traits_of(loss_fn).needed_outputs
+        self.statistics = LossStatistics()
         self._is_critic, self._whole = is_critic, whole
         self._micro_batch_of = {
             row: mb for mb, rows in enumerate(batch.micro_batches) for row in rows
@@ -162,20 +170,21 @@ class MicroBatchLoss:
         if not whole:
             for rows, weight in zip(batch.micro_batches, self._weights, strict=True):
                 self._check_additive(rows, weight)
+        total = torch.tensor(sum(self._weights), dtype=torch.float64)
+        dist.all_reduce(total, group=group)
+        self._total_weight = float(total)
+        if not self._total_weight > 0:
+            raise ValueError(
+                f"the loss weights of all ranks add up to {self._total_weight}; "
+                "expected more than 0: does any token of the batch have loss_mask set?"
+            )
 
-    def local_weight(self) -> float:
-        """Return the sum of the weights of this rank's micro-batches."""
-        return sum(self._weights)
-
-    def __call__(
-        self, rows: list[int], outputs: Sequence[list[Tensor]], total_weight: float
-    ) -> Tensor:
-        """Return the sum over micro-batches of loss * weight / ``total_weight``.
+    def __call__(self, rows: list[int], outputs: Sequence[list[Tensor]]) -> Tensor:
+        """Return the sum over micro-batches of loss * weight / total weight.
 
         Args:
             rows: indices of the rows whose loss is wanted.
             outputs: logprobs and entropies, or values; one tensor per row in each.
-            total_weight: of all ranks.
         """
         total = torch.zeros((), device=self._device)
         at = {row: i for i, row in enumerate(rows)}
@@ -186,33 +195,34 @@ class MicroBatchLoss:
             if self._weights[mb] == 0:
                 continue
             if self._whole:  # also rows without tokens, which are in no tree
-                chosen = self._batch.micro_batches[mb]
-            mb_input = self._batch.pack(chosen, self._device)
+                chosen = self.batch.micro_batches[mb]
+            mb_input = self.batch.pack(chosen, self._device)
             weight = float(self._weight_fn(mb_input))
             with (
                 torch.set_grad_enabled(torch.is_grad_enabled() and weight != 0),
-                self._statistics.call(mb, weight),
+                self.statistics.call(mb, weight),
             ):
                 packed = [self._pack_outputs(chosen, at, values) for values in outputs]
                 loss = self._call(packed, mb_input)
             if weight != 0:
-                total = total + loss * (weight / total_weight)
+                total = total + loss * (weight / self._total_weight)
         return total
 
-    def call_silently_if_unused(self, placeholder: RankBatch | None) -> None:
-        """Record the statistics' keys of the loss if it was not called on this rank.
+    def finish(self) -> None:
+        """Log what the loss has logged, after it was called on all rows."""
+        batch = self._placeholder or self.batch
+        if not self.statistics.num_calls and batch.num_rows:
+            self._call_silently(batch)
+        self.statistics.flush()
 
-        Its peers have recorded them, and an export needs the same keys on every rank.
-        """
-        batch = placeholder or self._batch
-        if self._statistics.num_calls or not batch.num_rows:
-            return
+    def _call_silently(self, batch: RankBatch) -> None:
+        """Record the keys that the loss logs: every rank must export the same."""
         rows = batch.micro_batches[0]
         mb_input = batch.pack(rows, self._device)
         num_tokens = sum(batch.lengths[row] for row in rows)
         num_outputs = 1 if self._is_critic else 2
         zeros = torch.zeros((num_outputs, num_tokens), device=self._device)
-        with torch.no_grad(), self._statistics.silent_call():
+        with torch.no_grad(), self.statistics.silent_call():
             self._call(list(zeros), mb_input)
 
     def _pack_outputs(
@@ -221,7 +231,7 @@ class MicroBatchLoss:
         nothing = torch.zeros(0, device=self._device)
         return pad_to_labels(
             [values[at[row]] if row in at else nothing for row in rows],
-            [self._batch.lengths[row] for row in rows],
+            [self.batch.lengths[row] for row in rows],
         )
 
     def _call(self, outputs: list[Tensor], mb_input: Any) -> Tensor:
@@ -234,7 +244,7 @@ class MicroBatchLoss:
         )
 
     def _weight(self, rows: list[int]) -> float:
-        return float(self._weight_fn(self._batch.pack(rows, torch.device("cpu"))))
+        return float(self._weight_fn(self.batch.pack(rows, torch.device("cpu"))))
 
     def _check_additive(self, rows: list[int], weight: float) -> None:
         # the loss of a micro-batch is put together from parts
