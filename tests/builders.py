@@ -8,12 +8,12 @@ from areal_dta.tree import PrefixTree
 
 
 def make_tree(*words: str) -> PrefixTree:
-    """``make_tree("ab", "ac")``: one token a letter."""
+    """``make_tree("ab", "ac")``: one token per letter."""
     return PrefixTree.from_sequences([[ord(c) for c in word] for word in words])
 
 
 def every_token(tree: PrefixTree) -> NeededOutputs:
-    """As if a further output were read at every token, a leaf's last one included."""
+    """Return one more needed output at every token, including a leaf's last."""
     needed = NeededOutputs.all(tree)
     output_T = np.ones_like(needed.output_T)
     return NeededOutputs(

@@ -21,7 +21,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# The architectures that the executor promises, with what makes each special.
+# The architectures that the executor supports, with what makes each special.
 ARCHITECTURES = {
     "llama": {},
     "llama-gqa4": {"num_key_value_heads": 1},
@@ -45,7 +45,7 @@ def tiny_model(
     attn_implementation: str = "sdpa",
     **overrides,
 ) -> PreTrainedModel:
-    """A random model; ``name`` is a model type, or one with a suffix as above."""
+    """Build a random model; ``name`` is a model type, maybe with a suffix as above."""
     sizes = SMALL | ARCHITECTURES.get(name, {}) | overrides
     config = CONFIG_MAPPING[name.split("-")[0]](**sizes)
     torch.manual_seed(seed)
@@ -75,7 +75,7 @@ def keep_norms_in_fp64(model: nn.Module) -> None:
 
 
 def gradients(model: nn.Module) -> torch.Tensor:
-    """All gradients as one vector, in fp64; and set them to None."""
+    """Return all gradients as one fp64 vector, and set them to None."""
     flat = [
         (torch.zeros_like(p) if p.grad is None else p.grad).double().flatten()
         for p in model.parameters()
@@ -85,6 +85,6 @@ def gradients(model: nn.Module) -> torch.Tensor:
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over the norm of the expected."""
+    """Return the norm of the difference over the norm of the expected."""
     norm = float(expected.norm())
     return float((got - expected).norm()) / (norm if norm > 0 else 1.0)

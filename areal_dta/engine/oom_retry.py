@@ -89,7 +89,7 @@ class TreeRunner:
         self._block_samples: deque[tuple[float, ...]] = deque(maxlen=_KEPT_SAMPLES)
 
     def take_block_samples(self) -> list[tuple[float, ...]]:
-        """Return the blocks measured since the last call, as ``BlockSample.as_row``."""
+        """Return the blocks measured since the last call (``BlockSample.to_floats``)."""
         samples = list(self._block_samples)
         self._block_samples.clear()
         return samples
@@ -149,7 +149,7 @@ class TreeRunner:
             try:
                 result = attempt()
                 self._block_samples.extend(
-                    sample.as_row() for sample in self.executor.last_samples
+                    sample.to_floats() for sample in self.executor.last_samples
                 )
                 return result
             except Exception as error:

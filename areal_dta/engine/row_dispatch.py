@@ -108,7 +108,7 @@ class RowDispatch(FSDPEngine):
 
     def take_block_samples(self) -> list[list[float]]:
         """Return the blocks measured since the last call, of all ranks in turn, as
-        rows of ``BlockSample.as_row``."""
+        rows of ``BlockSample.to_floats``."""
         runner = getattr(self, "runner", None)  # dense engines have none
         own = [] if runner is None else runner.take_block_samples()
         everyone: list[Any] = [None] * dist.get_world_size(self.cpu_group)

@@ -157,7 +157,7 @@ class TrainingWork:
     num_blocks: int
     dense_flops: float
     tree_flops: float
-    """Of the schedule, including recomputation."""
+    """FLOPs of the schedule, including recomputation."""
     loss: float
     """This rank's share; the shares of all ranks add up to the loss of the batch."""
 

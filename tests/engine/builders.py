@@ -117,7 +117,7 @@ def actor_config(model: Path, **overrides: Any) -> PPOActorConfig:
 
 
 def value_config(config_class: Any, model: Path, **overrides: Any) -> Any:
-    """Of a critic or a reward model."""
+    """Return the configuration of a critic or a reward model."""
     values: dict[str, Any] = {"is_critic": True, "disable_dropout": True}
     if config_class is PPOCriticConfig:
         values["ppo_n_minibatches"] = 1
@@ -192,7 +192,7 @@ def full(tensor: Any) -> torch.Tensor:
 
 
 def gradients(engine: Any) -> dict[str, torch.Tensor]:
-    """Of every parameter, gathered from all ranks: collective."""
+    """Return each parameter's gradient, gathered from all ranks. Collective."""
     return {
         name: full(p.grad).detach().clone()
         for name, p in engine.model.named_parameters()

@@ -52,7 +52,7 @@ def rows_of_rank(split: str, rank: int, world_size: int) -> list[int]:
 
 
 def loss_of(rows: list[int]) -> Callable[..., torch.Tensor]:
-    """By the number of a row in the full batch, so that ranks add up."""
+    """Return a loss that depends on a row's index in the full batch: ranks add up."""
 
     def sequence_loss(index: int, logprobs: Any, entropy: Any) -> torch.Tensor:
         generator = torch.Generator().manual_seed(rows[index])

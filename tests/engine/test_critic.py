@@ -38,7 +38,7 @@ def dense(model, **overrides):
 
 
 def with_advantages(items, values, tiny_model):
-    """As the trainer does between the two calls of the critic."""
+    """Do what the trainer does between the two calls of the critic."""
     items = copy.deepcopy(items)
     for item, of_item in zip(items, values, strict=True):
         item["values"] = of_item

@@ -78,7 +78,7 @@ def test_a_window_that_sdpa_would_ignore_is_refused(tmp_path):
 
 
 def test_flash_attention_is_left_alone(tiny_model, monkeypatch):
-    """With it AReaL's engine is right: nothing is replaced."""
+    """AReaL's engine is right under flash attention: nothing is replaced."""
     replaced = []
     monkeypatch.setattr(
         FSDPPPOActor,

@@ -97,7 +97,7 @@ def test_out_of_memory_in_training(
 
 
 def test_out_of_memory_in_a_backward(tiny_model, monkeypatch, expected):
-    """With gradients there already, and FSDP in the middle of its hooks."""
+    """Gradients exist already, and FSDP is in the middle of its hooks."""
     engine = engine_with(tiny_model)
     backward, calls = torch.autograd.backward, []
 

@@ -294,7 +294,7 @@ def test_bf16_is_as_close_to_fp32_as_dense_bf16(tiny_model, dta):
 
 
 def test_an_engine_without_optimizer_computes_logprobs(tiny_model):
-    """As the trainer's reference model."""
+    """The engine as the trainer's reference model."""
     batch = grpo_batch()
     reference, trained = tree(tiny_model, optimizer=None), tree(tiny_model)
     torch.testing.assert_close(

@@ -45,7 +45,7 @@ def dta_reward(model, **overrides):
 
 
 def dpo_step(engine, items):
-    """As AReaL's trainer: the reference gives its logprobs first."""
+    """Run a step as AReaL's trainer: the reference gives its logprobs first."""
     items = copy.deepcopy(items)
     for item, logp in zip(items, engine.compute_logp(items), strict=True):
         noise = torch.sin(torch.arange(logp.numel()).reshape(logp.shape))
@@ -89,7 +89,7 @@ def test_train_rw(tiny_critic, spec):
 
 @pytest.mark.parametrize("kind", ["dpo", "rw"])
 def test_evaluation_with_the_rows_that_areal_pads_with(tiny_model, tiny_critic, kind):
-    """To fill its ranks, AReaL's controller adds pairs without a token."""
+    """AReaL's controller fills its ranks with pairs without a token."""
     items = pair_items(kind == "dpo")
     if kind == "dpo":
         engines = [dpo(DenseDPOEngine, tiny_model), dta_dpo(tiny_model)]

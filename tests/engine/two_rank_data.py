@@ -14,7 +14,7 @@ def union() -> dict:
 
 
 def trajectories() -> list[dict]:
-    """The union as it comes from the rollout: a prompt's group an item."""
+    """The union as it comes from the rollout: one item per prompt."""
     batch = union()
     for key in ("advantages", "prox_logp"):
         del batch[key]
@@ -29,7 +29,7 @@ def trajectories() -> list[dict]:
 
 
 def lm_items() -> list[dict]:
-    """Of the union, one row an item, as a data set of conversations gives them."""
+    """Return the union with one row per item, as a data set of conversations."""
     return _single_rows(("input_ids", "attention_mask", "loss_mask"))
 
 

@@ -128,7 +128,7 @@ class Scenarios:
         return {"error": error, **train_once(engine, mine)}
 
     def rank_1_runs_out_of_memory(self) -> dict:
-        """Once, in a block: it alone begins its step again."""
+        """It fails once, in a block, and alone begins its step again."""
         engine, mine = tree_engine(self.model), rows_of(union(), UNEVEN[self.rank])
         run, calls = BlockRunner.run, []
 
