@@ -89,7 +89,7 @@ class TreeRunner:
         self._block_samples: deque[tuple[float, ...]] = deque(maxlen=_KEPT_SAMPLES)
 
     def take_block_samples(self) -> list[tuple[float, ...]]:
-        """Return the blocks measured since the last call (``BlockSample.to_floats``)."""
+        """Return the blocks measured since the last call (`BlockSample.to_floats`)."""
         samples = list(self._block_samples)
         self._block_samples.clear()
         return samples
