@@ -29,7 +29,7 @@ from areal_dta.config.errors import ConfigError
 from areal_dta.processes.supervisor import Event, Supervisor
 from areal_dta.report.live_table import RunView
 from areal_dta.report.log_alerts import AlertReader
-from areal_dta.report.plot import plot_losses, plot_rewards
+from areal_dta.report.plot import CURVES, plot_curve
 from areal_dta.report.step_metrics import StepMetrics, read_metrics
 from areal_dta.startup.compose import compose, find_config, project_config_dir, run_dir
 
@@ -217,9 +217,9 @@ class Launcher:
         say = self._console.print
         if steps:
             title = f"{self.directory.parent.name} / {self.directory.name}"
-            for name, plot in (("reward", plot_rewards), ("loss", plot_losses)):
+            for name in CURVES:
                 path = self.directory / f"{name}.png"
-                if plot(steps, path, title, self._note):
+                if plot_curve(steps, path, name, title, self._note):
                     label = f"{name} curve"
                     say(f"{label:<13} {path}", soft_wrap=True, highlight=False)
                     break  # a policy's loss tells nothing beside its reward

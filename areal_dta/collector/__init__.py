@@ -1,1 +1,1 @@
-"""Trajectories gathered into a prefix forest, batches planned, and rows dispatched."""
+"""Collection of rollout results, planning of batches, and dispatch to ranks."""

@@ -1,8 +1,8 @@
-"""Controllers that hand sequences, not prompts, to data-parallel ranks.
+"""Controllers that dispatch sequences, not prompts, to data-parallel ranks.
 
 A batch is planned once (`PlannedBatch`). ``compute_logp``, ``compute_values`` and
 ``ppo_update`` see rows as the plan cuts them; ``compute_advantages`` sees whole items.
-What travels through the controller is where tensors are: a rank fetches the groups that
+What travels through the controller is where tensors are: a rank fetches the items that
 it has rows of, results stay where they were computed, and an item's value that was
 computed on several ranks is joined where it is needed (`engine/row_share.py`).
 
@@ -15,21 +15,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal.infra import TrainController
-from areal.infra.controller.train_controller import _is_tensor_like, _item_weight
 from areal.infra.utils.concurrent import run_async_task
 from areal.trainer.ppo.actor import PPOActorController
 from areal.trainer.ppo.critic import PPOCriticController
 
-from areal_dta.collector.planned_batch import Item, PlannedBatch, planned
+from areal_dta.collector.planned_batch import PlannedBatch, to_planned_batch
 from areal_dta.collector.planner import BatchPlan, BatchPlanner
-from areal_dta.engine.row_share import Share, in_pieces, is_in_pieces
+from areal_dta.engine.row_share import Item, Share, in_pieces, is_in_pieces
 
 _FORWARD_KEYS = ("input_ids", "attention_mask", "loss_mask", "position_ids")
 _RPC_META = {"broadcast": True}
 
 
 class DispatchController(TrainController):
-    """Stands before one of AReaL's controllers.
+    """Mixin; list it before one of AReaL's controllers so that its methods win.
 
     ``planner`` may be set before the first batch; controllers with the same one and
     the same number of ranks share a batch's plan.
@@ -39,99 +38,80 @@ class DispatchController(TrainController):
         super().__init__(train_engine, config, scheduler)
         self.planner = BatchPlanner()
 
+    @property
+    def num_ranks(self) -> int:
+        return int(self.parallel_strategy.dp_size)
+
+    def plan_batch(self, batch: PlannedBatch, num_minibatches: int) -> BatchPlan:
+        """Return the plan of a batch for the ranks of this controller."""
+        return batch.plan(self.planner, self.num_ranks, num_minibatches)
+
     def ppo_update(self, items: Sequence[Item]) -> None:
-        batch = planned(items)
-        plan = self._plan(batch, self.config.ppo_n_minibatches)
+        batch = to_planned_batch(items)
+        plan = self.plan_batch(batch, self.config.ppo_n_minibatches)
         sent, shares, _ = _deal(batch, plan)
         self._call_heads("dispatch_update", sent, shares)
 
     def take_block_samples(self) -> list[list[float]]:
-        """Blocks that the workers measured since the last call."""
+        """Return the blocks that the workers measured since the last call."""
         samples: list[list[float]] = self._custom_function_call("take_block_samples")
         return samples
 
     def advance_lr_scheduler(self, num_steps: int) -> None:
-        """As many steps at once, after recovery."""
+        """Fast-forward the LR scheduler after recovery."""
         self._custom_function_call("advance_lr_scheduler", num_steps)
 
     def _forward(self, method: str, items: Sequence[Item]) -> list[Any]:
-        """One value an item: an RTensor, or pieces of one."""
-        batch = planned(items)
-        plan = self._plan(batch, batch.num_minibatches)
+        """Return one value per item: an RTensor [B, S], or pieces of one."""
+        batch = to_planned_batch(items)
+        plan = self.plan_batch(batch, batch.num_minibatches)
         slim = batch.with_items([_forward_item(item) for item in batch])
-        sent, shares, numbers = _deal(slim, plan)
+        sent, shares, items_of_ranks = _deal(slim, plan)
         methods = [method] * len(sent)
         results = self._call_heads("dispatch_forward", methods, sent, shares)
         pieces: list[list[tuple[Any, list[int]]]] = [[] for _ in batch]
-        for rank, of_rank in enumerate(results):
-            rows = Share.from_text(shares[rank]).all_rows()
-            for number, piece, of_item in zip(
-                numbers[rank], of_rank, rows, strict=True
-            ):
-                pieces[number].append((piece, of_item))
-        return [_value(of_item) for of_item in pieces]
-
-    def _plan(self, batch: PlannedBatch, num_minibatches: int) -> BatchPlan:
-        num_ranks = self.parallel_strategy.dp_size
-        return batch.plan(self.planner, num_ranks, num_minibatches)
+        for share, indices, values in zip(shares, items_of_ranks, results, strict=True):
+            rows_of_items = Share.from_text(share).all_rows()
+            for i, value, rows in zip(indices, values, rows_of_items, strict=True):
+                pieces[i].append((value, rows))
+        return [_join_if_whole(of_item) for of_item in pieces]
 
     def _call_heads(self, method: str, *args_of_ranks: list[Any]) -> list[Any]:
-        """Each argument a list with the value of each rank; so is the result."""
+        """Call every rank; each argument, like the result, is a list over ranks."""
         results = run_async_task(
             self._call_workers, method, list(args_of_ranks), {}, rpc_meta=_RPC_META
         )
         pairs = zip(results, self.workers_is_dp_head, strict=True)
         return [result for result, is_head in pairs if is_head]
 
-    def _partition_inputs(
-        self, group_size: int, /, *args: Any, **kwargs: Any
-    ) -> tuple[list[list[Any]], dict[str, list[Any]], list[list[int]]]:
-        """Whole items, for any other call; AReaL's needs a multiple of the ranks."""
-        num_ranks = self.parallel_strategy.dp_size
-        values = [*args, *kwargs.values()]
-        first = next(value for value in values if _is_tensor_like(value))
-        indices = _balanced(first, num_ranks, group_size)
-
-        def split(value: Any) -> list[Any]:
-            if not _is_tensor_like(value):
-                return [value] * num_ranks
-            return [[value[i] for i in of_rank] for of_rank in indices]
-
-        return (
-            [split(a) for a in args],
-            {k: split(v) for k, v in kwargs.items()},
-            indices,
-        )
-
 
 class DTAActorController(DispatchController, PPOActorController):
-    """Of the actor, the reference and a teacher."""
+    """Controller of the actor, the reference or a teacher."""
 
     def compute_logp(self, items: Sequence[Item]) -> list[Any]:
         return self._forward("compute_logp", items)
 
     def compute_advantages(self, items: Sequence[Item]) -> PlannedBatch:
-        batch = planned(items)
-        numbers = whole_items(batch, self.parallel_strategy.dp_size)
-        sent = [[batch[i] for i in of_rank] for of_rank in numbers]
+        batch = to_planned_batch(items)
+        items_of_ranks = split_by_order(batch, self.num_ranks)
+        sent = [[batch[i] for i in of_rank] for of_rank in items_of_ranks]
         widths = [batch.width] * len(sent)
         results = self._call_heads("dispatch_advantages", sent, widths)
         done: list[Item] = [{}] * len(batch)
-        for of_rank, items_of_rank in zip(numbers, results, strict=True):
+        for of_rank, items_of_rank in zip(items_of_ranks, results, strict=True):
             for i, item in zip(of_rank, items_of_rank, strict=True):
                 done[i] = {**batch[i], **item}
         return batch.with_items(done)
 
     def prepare_batch(self, *args: Any, **kwargs: Any) -> list[Item]:
-        """A batch and its plan, where the rollout controller has a collection."""
-        collection = getattr(self.rollout, "collection", None)
-        if collection is None:
+        """Return a batch, planned if the rollout controller has a collector."""
+        hook = getattr(self.rollout, "collector_hook", None)
+        if hook is None:
             return list(super().prepare_batch(*args, **kwargs))
         num_minibatches = self.config.ppo_n_minibatches
-        num_ranks = self.parallel_strategy.dp_size
-        batch: PlannedBatch = collection.next_batch(
+        batch: PlannedBatch = hook.next_batch(
             lambda: PPOActorController.prepare_batch(self, *args, **kwargs),
-            lambda b: b.plan_here(self.planner, num_ranks, num_minibatches),
+            lambda b: b.plan_now(self.planner, self.num_ranks, num_minibatches),
         )
         batch.num_minibatches = num_minibatches
         return batch
@@ -162,13 +142,13 @@ def controller_of(engine_class: Any, config: Any, scheduler: Any) -> Any:
 def _deal(
     batch: PlannedBatch, plan: BatchPlan
 ) -> tuple[list[list[Item]], list[str], list[list[int]]]:
-    """Per rank the items that it has rows of, its share as text, and their numbers."""
-    sent, shares, numbers = [], [], []
+    """Return per rank the items that it has rows of, its share, and their indices."""
+    sent, shares, items_of_ranks = [], [], []
     for rank in range(plan.num_ranks):
         rows_of: dict[int, dict[int, list[int]]] = {}  # item -> minibatch -> rows
         for m in range(len(plan.minibatches)):
-            for item, row in plan.rows(rank, m):
-                rows_of.setdefault(item, {}).setdefault(m, []).append(row)
+            for i, row in plan.rows(rank, m):
+                rows_of.setdefault(i, {}).setdefault(m, []).append(row)
         share = Share(
             tuple(
                 tuple(tuple(sorted(of.get(m, ()))) for of in rows_of.values())
@@ -178,16 +158,16 @@ def _deal(
         )
         sent.append([batch[i] for i in rows_of])
         shares.append(share.to_text())
-        numbers.append(list(rows_of))
-    return sent, shares, numbers
+        items_of_ranks.append(list(rows_of))
+    return sent, shares, items_of_ranks
 
 
-def _value(pieces: list[tuple[Any, list[int]]]) -> Any:
-    if len(pieces) == 1:
-        value, rows = pieces[0]
-        if rows == sorted(rows):  # all rows of the item, in order
-            return value
-    return in_pieces([p for p, _ in pieces], [rows for _, rows in pieces])
+def _join_if_whole(pieces: list[tuple[Any, list[int]]]) -> Any:
+    """Return a value as it is if one rank computed all its rows in order."""
+    values, rows = zip(*pieces, strict=True)
+    if len(pieces) == 1 and rows[0] == sorted(rows[0]):
+        return values[0]
+    return in_pieces(values, rows)
 
 
 def _forward_item(item: Item) -> Item:
@@ -199,35 +179,20 @@ def _forward_item(item: Item) -> Item:
     }
 
 
-def whole_items(batch: PlannedBatch, num_ranks: int) -> list[list[int]]:
-    """Items in depth-first order, cut evenly by tokens: without waiting for the plan,
-    much of an item goes to the rank that will train it, which fetches it anyway."""
+def split_by_order(batch: PlannedBatch, num_ranks: int) -> list[list[int]]:
+    """Cut the items, in depth-first order, evenly by tokens.
+
+    This need not wait for the plan, and much of an item goes to the rank that will
+    train it, which fetches it anyway.
+    """
     tokens: dict[int, int] = {}
-    lengths = batch.leaves.order.length_N.tolist()
-    for (item, _), length in zip(batch.leaves.owners, lengths, strict=True):
+    lengths = batch.sequences.order.length_N.tolist()
+    for (item, _), length in zip(batch.sequences.owners, lengths, strict=True):
         tokens[item] = tokens.get(item, 0) + length
     total, before = sum(tokens.values()), 0
-    numbers: list[list[int]] = [[] for _ in range(num_ranks)]
+    items_of_ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     for item, num in tokens.items():
         middle = before + num / 2
-        numbers[min(num_ranks - 1, int(middle * num_ranks / total))].append(item)
+        items_of_ranks[min(num_ranks - 1, int(middle * num_ranks / total))].append(item)
         before += num
-    return numbers
-
-
-def _balanced(
-    items: Sequence[Item], num_ranks: int, group_size: int
-) -> list[list[int]]:
-    """Groups of consecutive items, the largest first to the rank with the least."""
-    if len(items) % group_size:
-        raise ValueError(
-            f"item count ({len(items)}) must be divisible by group_size ({group_size})"
-        )
-    groups = [range(i, i + group_size) for i in range(0, len(items), group_size)]
-    weights = [sum(_item_weight(items[i]) for i in group) for group in groups]
-    loads, indices = [0] * num_ranks, [[] for _ in range(num_ranks)]  # type: ignore[var-annotated]
-    for g in sorted(range(len(groups)), key=lambda g: -weights[g]):
-        rank = loads.index(min(loads))
-        loads[rank] += weights[g]
-        indices[rank] += groups[g]
-    return indices
+    return items_of_ranks

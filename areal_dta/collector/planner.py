@@ -1,4 +1,4 @@
-"""Plans batches with a cost model that the trainers' measured blocks keep refitting."""
+"""Planner of batches; its cost model is refitted with the trainers' measured blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areal_dta.balance.cost_model import CostModel
 from areal_dta.balance.minibatches import minibatches
 from areal_dta.balance.partition import METHODS, TOKENS, Plan, partition
 from areal_dta.balance.pricing import Pricing
-from areal_dta.collector.collector import Leaves
+from areal_dta.collector.collector import BatchSequences
 from areal_dta.schedule import DEFAULT_BLOCK_TOKENS, FlopModel
 from areal_dta.schedule.block_features import BlockFeatures
 from areal_dta.tree.leaf_order import LeafOrder
@@ -26,11 +26,11 @@ _NOMINAL: Final = FlopModel(per_token=2e9, per_pair=1e5, per_output=2e8)
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """Who trains what of a batch, and in which minibatch."""
+    """Assignment of a batch's sequences to minibatches and ranks."""
 
-    leaves: Leaves
+    sequences: BatchSequences
     minibatches: tuple[Plan, ...]
-    """Numbers of sequences count along ``leaves.owners``. All ranks have all of these,
+    """Sequence ids are indices into ``sequences.owners``. All ranks have all of these,
     some of them empty on a rank."""
 
     @property
@@ -38,9 +38,9 @@ class BatchPlan:
         return self.minibatches[0].num_ranks
 
     def rows(self, rank: int, minibatch: int) -> list[tuple[int, int]]:
-        """(item, row) of a rank's sequences, in depth-first order."""
-        numbers = self.minibatches[minibatch].assignments[rank]
-        return [self.leaves.owners[n] for n in numbers]
+        """Return (item, row) of a rank's sequences, in depth-first order."""
+        assigned = self.minibatches[minibatch].assignments[rank]
+        return [self.sequences.owners[n] for n in assigned]
 
     def metrics(self) -> dict[str, float]:
         plans = self.minibatches
@@ -56,12 +56,12 @@ class BatchPlan:
 
 
 class BatchPlanner:
-    """A cost model that several threads may use, and what it is needed for.
+    """Thread-safe planner of batches with one cost model.
 
     Args:
-        flops: of the model; None where they cannot be counted.
+        flops: cost of the model; None where its FLOPs cannot be counted.
         block_tokens, retain_tokens: budgets that the executor runs with.
-        seed: of the shuffle into minibatches.
+        seed: seed of the shuffle into minibatches.
         dense: plan for engines that compute every sequence by itself.
     """
 
@@ -79,54 +79,58 @@ class BatchPlanner:
         self._lock = threading.Lock()
 
     def plan(
-        self, leaves: Leaves, num_ranks: int, num_minibatches: int = 1, step: int = 0
+        self,
+        sequences: BatchSequences,
+        num_ranks: int,
+        num_minibatches: int = 1,
+        step: int = 0,
     ) -> BatchPlan:
-        """
+        """Cut a batch into minibatches, and each of these into ranks.
+
         Args:
-            num_minibatches: at most; there are no more than items.
-            step: makes the shuffle another one at each step.
+            num_minibatches: maximum; there are no more than items.
+            step: added to the seed, so that every step shuffles differently.
         """
         with self._lock:
             pricing = Pricing.from_cost_model(
                 self._cost, self._block_tokens, self._retain_tokens
             )
-        groups = np.array([item for item, _ in leaves.owners], np.int64)
-        parts = minibatches(leaves.order, groups, num_minibatches, self._seed + step)
+        order = sequences.order
+        groups = np.array([item for item, _ in sequences.owners], np.int64)
         plans = []
-        for numbers in parts:
-            picked = np.array(numbers, np.int64)
-            part = leaves.order.subset(picked)
-            # partition numbers its arguments by the sequence, from 0
-            own = LeafOrder(np.arange(len(picked)), part.length_N, part.lcp_N)
+        for chosen in minibatches(order, groups, num_minibatches, self._seed + step):
+            picked = np.array(chosen, np.int64)
+            part = order.subset(picked)
             plan = partition(
-                own,
+                # partition wants ids that count from 0
+                LeafOrder(np.arange(len(picked)), part.length_N, part.lcp_N),
                 num_ranks,
                 pricing,
-                leaves.num_outputs[picked],
+                sequences.num_outputs_N[picked],
                 groups[picked],
                 (TOKENS,) if self._dense else METHODS,
             )
             assignments = tuple(
-                tuple(numbers[n] for n in rank) for rank in plan.assignments
+                tuple(chosen[n] for n in rank) for rank in plan.assignments
             )
             plans.append(replace(plan, assignments=assignments))
-        return BatchPlan(leaves, tuple(plans))
+        return BatchPlan(sequences, tuple(plans))
 
     def seconds(self, stats: ForestStats) -> float:
-        """Predicted for training on a tree or a forest, on one rank."""
+        """Predict the seconds of training on a tree or a forest, on one rank."""
         features = BlockFeatures(
-            num_blocks=-(-stats.tree_tokens // self._block_tokens),
-            num_grad_tokens=stats.tree_tokens,
+            num_blocks=-(-stats.num_tree_tokens // self._block_tokens),
+            num_grad_tokens=stats.num_tree_tokens,
             num_no_grad_tokens=0,
-            num_pairs=stats.pairs,
+            num_pairs=stats.num_pairs,
             num_outputs=stats.num_outputs,
-            num_loss_tokens=stats.sequence_tokens,
+            num_loss_tokens=stats.num_sequence_tokens,
         )
         with self._lock:
             return self._cost.seconds(features)
 
     def observe(self, samples_N8: NDArray[np.float64]) -> None:
-        """Refit with measured blocks, as rows of ``BlockSample.to_floats``."""
+        """Refit with measured blocks, each as ``BlockSample.to_floats`` returns it."""
         with self._lock:
             self._cost.observe(samples_N8)
 
@@ -139,7 +143,8 @@ class BatchPlanner:
             return self._cost.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """
+        """Continue with the measurements of another planner.
+
         Raises:
             ValueError: it is not the state of a cost model.
         """

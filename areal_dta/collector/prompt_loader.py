@@ -1,12 +1,13 @@
-"""Prompts that are each trained once, across failures and restarts.
+"""Data loader that issues each prompt until it is trained, also across restarts.
 
-AReaL saves how far its data loader has come, with up to several batches of prompts
-issued and not yet trained: a restart loses them. And it restarts the shuffle at epoch
-0, so a run that is resumed in a later epoch sees another order.
+AReaL saves how far its data loader has come, but up to several batches of prompts were
+issued by then and not trained yet: a restart loses them. It also restarts the shuffle
+at epoch 0, so a run that is resumed in a later epoch sees another order.
 
-Here every prompt issued has a number, which stands for its epoch and place in it. It
-is *settled* when it has gone into a batch, or was rejected for good. What is saved is
-the next number and those that are not settled; a restart issues the latter once more.
+Here every prompt issued has a ``prompt_id``, which encodes its epoch and its position
+in it. A prompt is *finished* when it was trained (went into a batch) or given up.
+Saved are the next id and the unfinished ones; a restart issues the latter again. A
+prompt whose rollout failed is issued again as well, ``MAX_TRIES`` times in all.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 logger = logging.getLogger("Prompts")
 
 MAX_TRIES = 3
-_FORMAT = "areal_dta.prompts/1"
+_FORMAT = "areal_dta.prompts/1"  # the keys of the state are part of it
 
 
 class PromptLoader:
-    """Stands for the data loader that it is made from.
+    """Takes the place of the data loader that it is made from.
 
     Iterating never ends, and yields lists of one prompt: AReaL takes prompts one by one
     as rollouts have room. Thread-safe.
@@ -36,40 +37,38 @@ class PromptLoader:
         self.batch_size = loader.batch_size
         self._dataset, self._sampler = loader.dataset, loader.sampler
         self._steps_per_epoch = len(loader)
-        num = len(self._sampler)
+        self.num_prompts = len(self._sampler)
+        """Number of prompts issued per epoch."""
         if loader.drop_last:
-            num = self._steps_per_epoch * int(loader.batch_size)
-        self.num_prompts = num
-        """Issued in an epoch."""
+            self.num_prompts = self._steps_per_epoch * int(loader.batch_size)
         self._lock = threading.Lock()
         self._epoch = -1
-        self._places: list[int] = []
-        self._next = 0
+        self._shuffled: list[int] = []  # indices of the epoch in the data set
+        self._next_id = 0
         self._again: deque[int] = deque()
-        self._unsettled: set[int] = set()
+        self._unfinished: set[int] = set()
         self._tries: Counter[int] = Counter()
-        self._issued: dict[int, tuple[dict[str, Any], int]] = {}  # by id()
+        # By id(prompt), as prompts may be equal; kept alive, so that ids stay unique.
+        self._issued: dict[int, tuple[dict[str, Any], int]] = {}
 
     def __len__(self) -> int:
-        """Training steps in an epoch."""
+        """Return the number of training steps per epoch."""
         return self._steps_per_epoch
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
         while True:
             yield [self._issue()]
 
-    def number_of(self, prompt: Any) -> int | None:
-        """Of a prompt that was issued here and is not settled; None of others."""
-        with self._lock:
-            found = self._issued.get(id(prompt))
-        return found[1] if found is not None and found[0] is prompt else None
+    def finish(self, prompt: Any) -> int | None:
+        """Mark the prompt as finished: trained, or given up.
 
-    def settle(self, prompt: Any) -> None:
-        """It is trained, or never will be."""
-        self._end(prompt, again=False)
+        Returns:
+            Its id; None if it was not issued here.
+        """
+        return self._end(prompt, again=False)
 
-    def put_back(self, prompt: Any) -> bool:
-        """Issue it once more, before new ones; False if it was tried too often."""
+    def issue_again(self, prompt: Any) -> int | None:
+        """Issue the prompt again before new ones, or give it up after MAX_TRIES."""
         return self._end(prompt, again=True)
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,14 +76,15 @@ class PromptLoader:
             return {
                 "format": _FORMAT,
                 "num_prompts": self.num_prompts,
-                "next": self._next,
-                "unsettled": sorted(self._unsettled),
+                "next": self._next_id,
+                "unsettled": sorted(self._unfinished),
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """
+        """Continue where another loader was; its unfinished prompts are issued again.
+
         Raises:
-            ValueError: it is of another loader, or of another data set.
+            ValueError: the state is of another kind of loader or of another data set.
         """
         if state.get("format") != _FORMAT:
             raise ValueError(
@@ -94,58 +94,57 @@ class PromptLoader:
             )
         if state["num_prompts"] != self.num_prompts:
             raise ValueError(
-                f"the recover checkpoint is of {state['num_prompts']} prompts an "
+                f"the recover checkpoint is of {state['num_prompts']} prompts per "
                 f"epoch, the data set has {self.num_prompts}; continue with the same "
                 "train_dataset, or set recover.mode=off"
             )
         with self._lock:
-            self._next = int(state["next"])
-            self._unsettled = set(map(int, state["unsettled"]))
-            self._again = deque(sorted(self._unsettled))
+            self._next_id = int(state["next"])
+            self._unfinished = set(map(int, state["unsettled"]))
+            self._again = deque(sorted(self._unfinished))
             self._issued.clear()
             self._tries.clear()
         if self._again:
             logger.info(
                 f"{len(self._again)} prompts that were issued and not trained are "
-                f"issued once more, then from number {self._next} on"
+                f"issued once more, then from number {self._next_id} on"
             )
 
     def _issue(self) -> dict[str, Any]:
         with self._lock:
             if self._again:
-                number = self._again.popleft()
+                prompt_id = self._again.popleft()
             else:
-                number = self._next
-                self._next += 1
-            self._unsettled.add(number)
-            prompt = dict(self._dataset[self._place(number)])  # an object of its own
-            self._issued[id(prompt)] = prompt, number
+                prompt_id = self._next_id
+                self._next_id += 1
+            self._unfinished.add(prompt_id)
+            # A copy, so that no two prompts in flight are the same object.
+            prompt = dict(self._dataset[self._dataset_index(prompt_id)])
+            self._issued[id(prompt)] = prompt, prompt_id
             return prompt
 
-    def _place(self, number: int) -> int:
-        epoch, i = divmod(number, self.num_prompts)
+    def _dataset_index(self, prompt_id: int) -> int:
+        epoch, i = divmod(prompt_id, self.num_prompts)
         if epoch != self._epoch:
             if hasattr(self._sampler, "set_epoch"):
                 self._sampler.set_epoch(epoch)
-            self._places, self._epoch = list(self._sampler), epoch
-        return self._places[i]
+            self._shuffled, self._epoch = list(self._sampler), epoch
+        return self._shuffled[i]
 
-    def _end(self, prompt: Any, again: bool) -> bool:
+    def _end(self, prompt: Any, again: bool) -> int | None:
         with self._lock:
-            found = self._issued.get(id(prompt))
-            if found is None or found[0] is not prompt:
-                return False
-            del self._issued[id(prompt)]
-            number = found[1]
-            self._tries[number] += 1
-            if again and self._tries[number] < MAX_TRIES:
-                self._again.append(number)
-                return True
-            self._unsettled.discard(number)
-            self._tries.pop(number, None)
+            if id(prompt) not in self._issued:
+                return None
+            _, prompt_id = self._issued.pop(id(prompt))
+            self._tries[prompt_id] += 1
+            if again and self._tries[prompt_id] < MAX_TRIES:
+                self._again.append(prompt_id)
+                return prompt_id
+            self._unfinished.discard(prompt_id)
+            del self._tries[prompt_id]
         if again:
             logger.error(
-                f"prompt {number} is given up: {MAX_TRIES} rollouts of it failed or "
+                f"prompt {prompt_id} is given up: {MAX_TRIES} rollouts of it failed or "
                 "became stale"
             )
-        return False
+        return prompt_id

@@ -1,8 +1,8 @@
-"""One accepted result as the collector sees it: what is shared, and what is checked.
+"""Check of one accepted result: is it fit to be trained on?
 
-A result is the group of trajectories of one prompt, a dict of padded tensors; each row
-is a sequence. Only token ids are shared in the forest. Everything else is looked at
-once, to keep out what would spoil a training step, and stays where it is.
+A result is the group of trajectories of one prompt, a dict of padded tensors [B, S];
+each row is a sequence. Only token ids go into the forest. Everything else is looked at
+once, to keep out what would spoil a training step, and stays on its worker.
 """
 
 # B = rows, S = padded width
@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from areal_dta.tree.prefix_forest import PrefixForest
+
 FETCHED_KEYS = (
     "input_ids",
     "attention_mask",
@@ -25,14 +27,14 @@ FETCHED_KEYS = (
     "logprobs",
     "versions",
 )
-"""All that is looked at; what a result has of them travels to the controller once."""
+"""All that is looked at; those that a result has travel to the controller once."""
 
 REASONS = ("filtered", "shape", "nan", "too_long", "stale")
 """Why a result is not trained on; ``filtered``: by AReaL, or its rollout failed."""
 
 
 class Rejected(ValueError):
-    """A result that must not be trained on, and why: one of REASONS, and a message."""
+    """A result must not be trained on: one of REASONS, and a message."""
 
     def __init__(self, reason: str, message: str) -> None:
         assert reason in REASONS
@@ -46,7 +48,7 @@ class Group:
 
     sequences: tuple[NDArray[np.int64], ...]
     needed_outputs: tuple[NDArray[np.int64], ...]
-    """Of each sequence the depths of the tokens that are learned."""
+    """Per sequence the depths of the tokens whose output the loss reads, rising."""
     head_version: int | None
     """Policy version of the oldest first generated token; None if not recorded."""
 
@@ -54,18 +56,26 @@ class Group:
     def num_tokens(self) -> int:
         return sum(map(len, self.sequences))
 
+    def insert_into(self, forest: PrefixForest, group_id: int) -> None:
+        pairs = zip(self.sequences, self.needed_outputs, strict=True)
+        for row, (tokens, needed) in enumerate(pairs):
+            forest.insert((group_id, row), tokens, needed)
 
-def read_group(item: Mapping[str, Any], max_tokens: int | None) -> Group:
-    """Check a result with its tensors at hand.
+
+def validate_trajectory(item: Mapping[str, Any], max_tokens: int | None) -> Group:
+    """Check a result and return its sequences.
 
     Args:
+        item: tensors at hand.
         max_tokens: longest sequence that the trainers accept; None for no limit.
 
     Raises:
-        Rejected: it cannot be trained on.
+        Rejected: the result cannot be trained on.
     """
-    given = {key: _array(item[key]) for key in FETCHED_KEYS if key in item}
-    arrays = {key: value for key, value in given.items() if value is not None}
+    given = {key: item[key] for key in FETCHED_KEYS if torch.is_tensor(item.get(key))}
+    arrays = {key: _to_array(value) for key, value in given.items()}
+
+    # Shapes
     ids_BS, mask_BS = arrays.get("input_ids"), arrays.get("attention_mask")
     if ids_BS is None or mask_BS is None:
         raise Rejected("shape", f"no input_ids and attention_mask, but {sorted(item)}")
@@ -75,22 +85,37 @@ def read_group(item: Mapping[str, Any], max_tokens: int | None) -> Group:
             f"input_ids {list(ids_BS.shape)}, attention_mask {list(mask_BS.shape)}; "
             "expected one shape [rows, width]",
         )
-    _check_sizes(arrays, ids_BS.shape)
+    for key, value in arrays.items():
+        expected = ids_BS.shape[:1] if key == "rewards" else ids_BS.shape
+        if value.shape != expected:
+            raise Rejected(
+                "shape", f"{key} {list(value.shape)}; expected {list(expected)}"
+            )
+
+    # Padding
     mask_BS = mask_BS.astype(bool)
     lengths = mask_BS.sum(1)
     padded_right = mask_BS == (np.arange(mask_BS.shape[1]) < lengths[:, None])
     if not padded_right.all() or not lengths.all():
         raise Rejected("shape", "a row is empty or not padded on the right")
+
+    # Values; padding may hold anything
     if (ids_BS[mask_BS] < 0).any():
         raise Rejected("shape", "negative token ids")
-    _check_finite(arrays, mask_BS)
+    for key in ("rewards", "logprobs"):
+        value = arrays.get(key, np.zeros(0))
+        if not np.isfinite(value if value.ndim == 1 else value[mask_BS]).all():
+            raise Rejected("nan", f"{key} holds NaN or infinity")
+
+    # Length
     longest = int(lengths.max())
     if max_tokens is not None and longest > max_tokens:
         raise Rejected(
             "too_long",
             f"a sequence of {longest} tokens; actor.mb_spec.max_tokens_per_mb="
-            f"{max_tokens} is the most that the trainers take",
+            f"{max_tokens} is the maximum that the trainers take",
         )
+
     learned_BS = arrays.get("loss_mask", mask_BS)
     rows = list(enumerate(lengths.tolist()))
     return Group(
@@ -100,32 +125,9 @@ def read_group(item: Mapping[str, Any], max_tokens: int | None) -> Group:
     )
 
 
-def _array(value: Any) -> NDArray[Any] | None:
-    if not torch.is_tensor(value):
-        return None
+def _to_array(tensor: torch.Tensor) -> NDArray[Any]:
     # NumPy has no bfloat16
-    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
-
-
-def _check_sizes(arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...]) -> None:
-    for key, value in arrays.items():
-        expected = shape[:1] if key == "rewards" else shape
-        if value.shape != expected:
-            raise Rejected(
-                "shape", f"{key} {list(value.shape)}; expected {list(expected)}"
-            )
-
-
-def _check_finite(
-    arrays: Mapping[str, NDArray[Any]], mask_BS: NDArray[np.bool_]
-) -> None:
-    for key in ("rewards", "logprobs"):
-        value = arrays.get(key)
-        if value is None:
-            continue
-        kept = value if value.ndim == 1 else value[mask_BS]
-        if not np.isfinite(kept).all():
-            raise Rejected("nan", f"{key} holds NaN or infinity")
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _head_version(

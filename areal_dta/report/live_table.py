@@ -23,12 +23,12 @@ SHOWN_STEPS = 12
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """How one value of a step is shown."""
+    """A column of the table: one value per step."""
 
     title: str
-    """In the table's head, with its unit."""
+    """Head of the column, with its unit."""
     label: str
-    """On plain lines."""
+    """Name on plain lines."""
     value: Callable[[StepMetrics], float | int | None]
     format: str
     scale: float = 1.0
@@ -58,11 +58,11 @@ COLUMNS: Final = {
     "dpo": (_LOSS, _ACCURACY, *_BATCH, _TRAIN, _STEP),
     "rw": (_LOSS, _ACCURACY, *_BATCH, _TRAIN, _STEP),
 }
-"""By `config.algorithm`."""
+"""Keyed by `config.algorithm`."""
 
 
 class RunView:
-    """Shows the state of a run. Use as a context manager."""
+    """View of a run's state; a context manager."""
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic):
         self._console = console
@@ -88,7 +88,7 @@ class RunView:
             self._live.stop()
 
     def message(self, text: str, style: str = "") -> None:
-        """A line of its own, above the table."""
+        """Print a line above the table."""
         self._console.print(
             f"[{style}]{escape(text)}[/]" if style else escape(text),
             soft_wrap=True,
@@ -96,13 +96,13 @@ class RunView:
         )
 
     def status(self, text: str) -> None:
-        """What the run is doing now."""
+        """Show what the run is doing now."""
         self._status = text
         if self._live is None:
             self.message(f"[{self._elapsed():.0f} s] {text}")
 
     def set_run(self, num_steps: int, algorithm: str = "ppo") -> None:
-        """What is known of the run before its first step."""
+        """Set what is known of the run before its first step."""
         self._num_steps, self._columns = num_steps, COLUMNS[algorithm]
 
     def step(self, metrics: StepMetrics) -> None:
@@ -115,11 +115,8 @@ class RunView:
         return f"step {self._step_of(metrics)}  {values}"
 
     def _step_of(self, metrics: StepMetrics) -> str:
-        return (
-            f"{metrics.step}/{self._num_steps}"
-            if self._num_steps
-            else str(metrics.step)
-        )
+        total = f"/{self._num_steps}" if self._num_steps else ""
+        return f"{metrics.step}{total}"
 
     def _elapsed(self) -> float:
         return self._clock() - self._started

@@ -1,4 +1,4 @@
-"""Picks the warnings and errors out of a run's log, each kind once."""
+"""Warnings and errors in a run's log, each kind once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINE = re.compile(
 )
 _VARYING = re.compile(r"0x[0-9a-f]+|\d+")
 NOISE: Final = (
-    # About clusters; a run on one machine needs no network file system.
+    # Meant for clusters: a run on one machine needs no network file system.
     "is not on a network filesystem",
 )
 
@@ -32,7 +32,7 @@ class Alert:
 
 
 class AlertReader:
-    """Follows a growing log file."""
+    """Reader that follows a growing log file."""
 
     def __init__(self, path: Path) -> None:
         self._file = open(path, encoding="utf-8", errors="replace")
@@ -40,7 +40,7 @@ class AlertReader:
         self._seen: set[str] = set()
 
     def read_new(self) -> list[Alert]:
-        """Alerts written since the last call, without repetitions."""
+        """Return the alerts written since the last call, without repetitions."""
         *lines, self._partial = (self._partial + self._file.read()).split("\n")
         return [alert for line in lines if (alert := self._alert(line)) is not None]
 

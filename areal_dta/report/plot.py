@@ -5,14 +5,20 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from areal_dta.report.step_metrics import StepMetrics
 
 WINDOW_STEPS = 5
+CURVES: Final = {
+    "reward": ("mean reward of the batch", "lower right"),
+    "loss": ("loss", "upper right"),
+}
+"""Values of a step that can be drawn: label of the axis, place of the legend."""
 
 
 def running_mean(values: Sequence[float], window: int = WINDOW_STEPS) -> list[float]:
-    """Mean of each value with up to ``window - 1`` before it."""
+    """Return the mean of each value with up to ``window - 1`` before it."""
     means = []
     for end in range(1, len(values) + 1):
         recent = values[max(0, end - window) : end]
@@ -20,44 +26,26 @@ def running_mean(values: Sequence[float], window: int = WINDOW_STEPS) -> list[fl
     return means
 
 
-def plot_rewards(
-    steps: Sequence[StepMetrics], path: Path, title: str = "", note: str = ""
+def plot_curve(
+    steps: Sequence[StepMetrics], path: Path, name: str, title: str = "", note: str = ""
 ) -> bool:
-    """Draw reward by step with its running mean.
+    """Draw one of CURVES by step, with its running mean.
 
     Args:
         note: printed under the curve, e.g. what a rise means and what it does not.
 
     Returns:
-        False, and no file, if no step has a reward.
+        False, and no file is written, if no step has the value.
     """
-    points = [(m.step, m.reward) for m in steps if m.reward is not None]
-    return _plot(points, path, "mean reward of the batch", "lower right", title, note)
-
-
-def plot_losses(
-    steps: Sequence[StepMetrics], path: Path, title: str = "", note: str = ""
-) -> bool:
-    """As `plot_rewards`, of losses."""
-    points = [(m.step, m.loss) for m in steps if m.loss is not None]
-    return _plot(points, path, "loss", "upper right", title, note)
-
-
-def _plot(
-    points: Sequence[tuple[int, float]],
-    path: Path,
-    label: str,
-    legend: str,
-    title: str,
-    note: str,
-) -> bool:
+    points = [(m.step, y) for m in steps if (y := getattr(m, name)) is not None]
     if not points:
         return False
-    # Agg by way of the object interface: needs no display and no global backend.
+    # Agg through the object interface: needs no display and no global backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    xs, ys = [x for x, _ in points], [y for _, y in points]
+    label, legend = CURVES[name]
+    xs, ys = zip(*points, strict=True)
     figure = Figure(figsize=(7.0, 4.5), dpi=130)
     FigureCanvasAgg(figure)
     axes = figure.subplots()

@@ -1,4 +1,4 @@
-"""One record a training step, and the JSON-lines file that keeps them."""
+"""The record of a training step: made from AReaL's statistics, kept as JSON lines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,51 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+# The keys under which AReaL's trainers and engines export what we show. Of several, the
+# one that the algorithm at hand exports.
+_REWARD = "ppo_actor/task_reward/avg"
+_LOSS = (
+    "ppo_actor/update/actor_loss/avg",
+    "sft/loss/avg",
+    "dpo/loss/avg",
+    "rw/loss/avg",
+)
+_GRAD_NORM = (
+    "ppo_actor/update/grad_norm",
+    "sft/grad_norm",
+    "dpo/grad_norm",
+    "rw/grad_norm",
+)
+_ACCURACY = ("dpo/reward_accuracy/avg", "rw/correct_ratio/avg")
+_VALUE_LOSS = "ppo_critic/critic_loss/avg"
+_GAP, _GAP_TOKENS = "logprob_gap/max", "logprob_gap/num_tokens"
+_ROLLOUT_SECONDS = "timeperf/rollout"
+_UPDATE_SECONDS = "timeperf/update_weights"
+_TRAIN_SECONDS = (
+    "timeperf/critic_values",
+    "timeperf/ref_logp",
+    "timeperf/teacher_logp",
+    "timeperf/recompute_logp",
+    "timeperf/compute_advantage",
+    "timeperf/train_step",
+    "timeperf/critic_train_step",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShape:
+    """Sizes of one training batch."""
+
+    num_sequences: int
+    sequence_tokens: int
+    tree_tokens: int
+    sharing_ratio: float
+    predicted_saving: float | None
+    """1 - FLOPs of the tree's schedule, with the outputs that the loss reads, / FLOPs
+    of dense training, which computes every output; None if unknown."""
+    reward: float | None
+    """Mean over the sequences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +64,8 @@ class StepMetrics:
     reward: float | None
     """Mean reward of the batch's sequences, before any normalisation; of rollouts."""
     loss: float | None
-    """Of the policy and of SFT a mean over the tokens that carry loss, of DPO and of
-    reward models one over pairs."""
+    """Mean over the tokens that carry loss (policy, SFT) or over pairs (DPO, reward
+    models)."""
     grad_norm: float | None
     """Before clipping."""
     sequence_tokens: int | None
@@ -28,13 +73,13 @@ class StepMetrics:
     """Tokens of the batch's prefix tree, whether or not the engine uses it."""
     sharing_ratio: float | None
     rollout_seconds: float | None
-    """Time the trainer waited for its batch (rollouts also run while it trains)."""
+    """Time that the trainer waited for its batch; rollouts also run while it trains."""
     train_seconds: float | None
-    """All forward passes and updates, of the critic and the reference as well."""
+    """All forward passes and updates, including those of critic and reference."""
     step_seconds: float | None
     """Wall clock from step to step."""
     update_seconds: float | None = None
-    """Weights from the trainer to the rollout server."""
+    """Time of sending the weights from the trainer to the rollout server."""
     predicted_saving: float | None = None
     """Share of the dense engine's FLOPs that the tree engine need not spend."""
     num_sequences: int | None = None
@@ -44,21 +89,21 @@ class StepMetrics:
     rollout: dict[str, float] = field(default_factory=dict)
     """What the workflow logs of its episodes: means by name."""
     collector: dict[str, float] = field(default_factory=dict)
-    """What the rollout collector and the plan of the batch tell, by name (keys
-    ``collector/*`` and ``plan/*``)."""
+    """What the collector and the plan of the batch report (keys ``collector/*`` and
+    ``plan/*``)."""
     accuracy: float | None = None
     """Share of the pairs in which the chosen one is preferred; DPO, reward models."""
     value_loss: float | None = None
-    """Of the critic, a mean over the tokens that carry loss."""
+    """Loss of the critic, a mean over the tokens that carry loss."""
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> StepMetrics:
-        """From a decoded JSON line; unknown keys are ignored."""
+        """Return the metrics of a decoded JSON line; unknown keys are ignored."""
         names = {f.name for f in fields(cls)}
         return cls(**{k: v for k, v in record.items() if k in names})
 
     def to_record(self) -> dict[str, Any]:
-        """For `json.dumps`: not-finite numbers, which JSON lacks, become None."""
+        """Return a dict for `json.dumps`; numbers that JSON lacks become None."""
         record = asdict(self)
         for key, value in record.items():
             if isinstance(value, float) and not math.isfinite(value):
@@ -66,8 +111,63 @@ class StepMetrics:
         return record
 
 
+def step_metrics(
+    step: int,
+    stats: Mapping[str, float],
+    shape: BatchShape | None,
+    step_seconds: float,
+) -> StepMetrics:
+    """Make the record of one step.
+
+    Args:
+        step: counts from 1.
+        stats: what AReaL commits to its loggers for this step.
+        shape: sizes of the step's batch; None if they were not measured.
+        step_seconds: wall clock since the last step.
+    """
+    finite = {key: float(v) for key, v in stats.items() if math.isfinite(v)}
+
+    def first(*keys: str) -> float | None:
+        key = next((key for key in keys if key in stats), None)
+        return None if key is None else finite.get(key)
+
+    train = [stats[key] for key in _TRAIN_SECONDS if key in stats]
+    reward = first(_REWARD)
+    if reward is None and shape is not None:
+        reward = shape.reward
+    return StepMetrics(
+        step=step,
+        reward=reward,
+        loss=first(*_LOSS),
+        grad_norm=first(*_GRAD_NORM),
+        sequence_tokens=shape.sequence_tokens if shape else None,
+        tree_tokens=shape.tree_tokens if shape else None,
+        sharing_ratio=shape.sharing_ratio if shape else None,
+        rollout_seconds=first(_ROLLOUT_SECONDS),
+        train_seconds=sum(train) if train else None,
+        step_seconds=step_seconds,
+        update_seconds=first(_UPDATE_SECONDS),
+        predicted_saving=shape.predicted_saving if shape else None,
+        num_sequences=shape.num_sequences if shape else None,
+        accuracy=first(*_ACCURACY),
+        value_loss=first(_VALUE_LOSS),
+        logprob_gap=first(_GAP) if stats.get(_GAP_TOKENS) else None,
+        rollout={
+            key.removeprefix("rollout/"): value
+            for key, value in finite.items()
+            if key.startswith("rollout/")
+        },
+        collector={
+            key: value
+            for key, value in finite.items()
+            if key.startswith(("collector/", "plan/"))
+            if not key.endswith("__count")  # how many values AReaL averaged
+        },
+    )
+
+
 class MetricsWriter:
-    """Appends to a JSON-lines file, on disk after each line."""
+    """Writer of a JSON-lines file that is on disk after each line."""
 
     def __init__(self, path: Path, resume: bool = False) -> None:
         """Start the file anew, keeping an older run's under the next free number.
@@ -77,7 +177,10 @@ class MetricsWriter:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists() and not resume:
-            path.rename(_free_name(path))
+            number = 1
+            while (kept := path.with_stem(f"{path.stem}.{number}")).exists():
+                number += 1
+            path.rename(kept)
         self._file = open(path, "a", encoding="utf-8")
 
     def write(self, metrics: StepMetrics) -> None:
@@ -89,16 +192,10 @@ class MetricsWriter:
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:
-    """All complete lines; a last line cut short by a crash is left out."""
-    steps = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n"):
-            steps.append(StepMetrics.from_record(json.loads(line)))
-    return steps
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (free := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    return free
+    """Read all complete lines; a last line cut short by a crash is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [
+        StepMetrics.from_record(json.loads(line))
+        for line in lines
+        if line.endswith("\n")
+    ]

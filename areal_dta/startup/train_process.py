@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -16,13 +17,32 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 
 from areal_dta.config.errors import ConfigError
-from areal_dta.report.events import EventWriter
 from areal_dta.report.step_metrics import MetricsWriter, StepMetrics
 from areal_dta.startup.prepare import Job, prepare
 
 if TYPE_CHECKING:
     from areal_dta.config.schema import DTAConfig, DTAGRPOConfig
     from areal_dta.trainers.watched import WatchedTrainer
+
+
+class EventWriter:
+    """Thread-safe writer of events to the launcher: JSON lines over a pipe.
+
+    Kinds: ``status`` (text), ``note`` (text), ``start`` (algorithm, num_steps, note,
+    launch), ``step`` (a step's record), ``config_error`` and ``error`` (text),
+    ``done`` (checkpoint).
+    """
+
+    def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)  # workers must not keep the pipe open
+        self._fd = fd
+        self._lock = threading.Lock()
+
+    def send(self, kind: str, **values: Any) -> None:
+        data = (json.dumps({"kind": kind, **values}) + "\n").encode()
+        with self._lock:
+            while data:
+                data = data[os.write(self._fd, data) :]
 
 
 class Stopped(KeyboardInterrupt):

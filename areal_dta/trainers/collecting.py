@@ -19,7 +19,7 @@ from areal_dta.areal_fixes.checkpoint_slots import (
 )
 from areal_dta.collector.collector import Collector
 from areal_dta.collector.dispatch import DispatchController
-from areal_dta.collector.hook import Collection
+from areal_dta.collector.hook import CollectorHook
 from areal_dta.collector.planned_batch import PlannedBatch
 from areal_dta.collector.planner import BatchPlanner
 from areal_dta.collector.prompt_loader import PromptLoader
@@ -33,7 +33,7 @@ class CollectingTrainer(PPOTrainer):
     engines: AReaL's own controllers cannot use a plan."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.collection: Collection | None = None
+        self.hook: CollectorHook | None = None
         with slots_for_recovery():
             super().__init__(*args, **kwargs)
         self._since = time.monotonic()
@@ -58,7 +58,7 @@ class CollectingTrainer(PPOTrainer):
             max_staleness=config.rollout.max_head_offpolicyness,
         )
         prompts = self.train_dataloader
-        self.collection = Collection(
+        self.hook = CollectorHook(
             rollout, collector, prompts if isinstance(prompts, PromptLoader) else None
         )
         handler = self.recover_handler
@@ -68,7 +68,7 @@ class CollectingTrainer(PPOTrainer):
             return
         handler.load_also()
         num_steps = self.recover_info.last_step_info.global_step + 1
-        self.collection.step = num_steps
+        self.hook.step = num_steps
         for controller in (self.actor, self.critic):
             if isinstance(controller, DispatchController):
                 controller.advance_lr_scheduler(num_steps)
@@ -90,30 +90,30 @@ class CollectingTrainer(PPOTrainer):
     def _export_and_commit_stats(
         self, epoch: int, epoch_step: int, global_step: int
     ) -> None:
-        if self.collection is not None:
+        if self.hook is not None:
             stats_tracker.scalar(**self._collector_stats(self.actor))
         super()._export_and_commit_stats(epoch, epoch_step, global_step)
 
     def _collector_stats(self, actor: DispatchController) -> Mapping[str, float]:
         """Take in the step's measured blocks; the step's metrics."""
-        assert self.collection is not None
+        assert self.hook is not None
         now = time.monotonic()
         step_seconds, self._since = now - self._since, now
-        collector, planner = self.collection.collector, actor.planner
+        collector, planner = self.hook.collector, actor.planner
         samples = actor.take_block_samples()
         planner.observe(np.array(samples, np.float64).reshape(-1, 8))
         stats = collector.take_metrics(step_seconds)
         seconds = planner.seconds(collector.total)
         stats["collector/waiting_predicted_seconds"] = seconds
         stats["plan/measured_blocks"] = planner.num_samples()
-        batch = self.collection.last_batch
+        batch = self.hook.last_batch
         if isinstance(batch, PlannedBatch):
-            stats |= actor._plan(batch, batch.num_minibatches).metrics()
+            stats |= actor.plan_batch(batch, batch.num_minibatches).metrics()
         return stats
 
     def close(self) -> None:
-        if self.collection is not None:
-            self.collection.close()
+        if self.hook is not None:
+            self.hook.close()
         super().close()
 
 

@@ -19,7 +19,7 @@ from areal_dta.areal_fixes import agent_proxy as proxy
 from areal_dta.areal_fixes.weight_sync import load_when_saved
 from areal_dta.config.resolved import ResolvedRun
 from areal_dta.config.schema import DTAGRPOConfig, DTAPPOActorConfig, DTAPPOCriticConfig
-from areal_dta.report.logprob_gap import LogprobGap, logprob_gap
+from areal_dta.report.logprob_gap import logprob_gap
 from areal_dta.trainers.collecting import CollectingTrainer
 from areal_dta.trainers.watched import WatchedTrainer, wrapped
 
@@ -34,7 +34,7 @@ class DTATrainer(CollectingTrainer, WatchedTrainer, PPOTrainer):
     config: DTAGRPOConfig
     critic: Any
     teacher: Any
-    _logprob_gap: LogprobGap | None = None
+    _logprob_gap: Mapping[str, float] | None = None
 
     def __init__(self, run: ResolvedRun, *args: Any, **kwargs: Any) -> None:
         super().__init__(_with_secret_key(run), *args, **kwargs)
@@ -88,7 +88,7 @@ class DTATrainer(CollectingTrainer, WatchedTrainer, PPOTrainer):
 
     def more_stats(self) -> Mapping[str, float]:
         gap, self._logprob_gap = self._logprob_gap, None
-        return {**self._critic_stats(), **(gap.stats() if gap else {})}
+        return {**self._critic_stats(), **(gap or {})}
 
     def _critic_stats(self) -> Mapping[str, float]:
         # AReaL 1.0.4 exports those of the actor alone.

@@ -31,9 +31,8 @@ from areal_dta.processes.liveness import (
 )
 from areal_dta.processes.ray_cluster import start_ray
 from areal_dta.processes.scheduler import BoundedLocalScheduler
-from areal_dta.report.batch_sharing import BatchMeter, BatchShape
-from areal_dta.report.collect import step_metrics
-from areal_dta.report.step_metrics import StepMetrics
+from areal_dta.report.batch_sharing import BatchMeter
+from areal_dta.report.step_metrics import BatchShape, StepMetrics, step_metrics
 
 if TYPE_CHECKING:
     from areal.api import Scheduler

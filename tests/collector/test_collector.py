@@ -8,10 +8,15 @@ import pytest
 import torch
 
 from areal_dta.collector.collector import Collector
-from areal_dta.collector.planned_batch import PlannedBatch, planned
+from areal_dta.collector.planned_batch import PlannedBatch, to_planned_batch
 from areal_dta.collector.planner import BatchPlanner
-from areal_dta.collector.validate_trajectory import REASONS, Rejected
+from areal_dta.collector.validate_trajectory import (
+    REASONS,
+    Rejected,
+    validate_trajectory,
+)
 from areal_dta.schedule import FlopModel
+from areal_dta.tree.prefix_forest import PrefixForest
 from tests.engine.dispatch_scenarios import make_items
 
 
@@ -25,18 +30,17 @@ def test_what_it_knows_of_what_waits():
     first, second = make_items((3, 2))
     collector.offer(4, first, version=0)
     collector.offer(2, second, version=0)
-    assert collector.waiting == [2, 4]
+    assert collector.waiting_task_ids == [2, 4]
     total = collector.total
     assert total.num_sequences == 5
     lengths = [int(x["attention_mask"].sum()) for x in (first, second)]
-    assert total.sequence_tokens == sum(lengths) > total.tree_tokens
-    assert sum(t.num_sequences for t in collector.trees.values()) == 5
-    leaves = collector.take([4])
-    assert sorted(leaves.owners) == [(0, 0), (0, 1), (0, 2)]
-    assert leaves.order.num_sequence_tokens == lengths[0]
-    assert leaves.stats.sequence_tokens == lengths[0]
-    assert collector.waiting == [2]
-    assert collector.total.sequence_tokens == lengths[1]
+    assert total.num_sequence_tokens == sum(lengths) > total.num_tree_tokens
+    sequences = collector.take([4])
+    assert sorted(sequences.owners) == [(0, 0), (0, 1), (0, 2)]
+    assert sequences.order.num_sequence_tokens == lengths[0]
+    assert sequences.stats.num_sequence_tokens == lengths[0]
+    assert collector.waiting_task_ids == [2]
+    assert collector.total.num_sequence_tokens == lengths[1]
 
 
 def test_predicted_seconds_grow_with_the_tree():
@@ -47,7 +51,11 @@ def test_predicted_seconds_grow_with_the_tree():
         collector.offer(number, item, 0)
         seconds.append(planner.seconds(collector.total))
     assert 0 < seconds[0] and seconds == sorted(seconds) and seconds[-1] > seconds[0]
-    of_trees = sum(planner.seconds(t) for t in collector.trees.values())
+    forest = PrefixForest()
+    for i, item in enumerate(items_of(5)):
+        validate_trajectory(item, None).insert_into(forest, i)
+    assert forest.total == collector.total
+    of_trees = sum(planner.seconds(t) for t in forest.trees.values())
     # a block of its own for each tree, at least
     assert of_trees >= seconds[-1]
 
@@ -91,7 +99,7 @@ def test_what_cannot_be_trained_on_is_rejected_and_counted(reason, change):
     with pytest.raises(Rejected) as error:
         collector.offer(0, item, version)
     assert error.value.reason == reason
-    assert collector.waiting == [] and collector.total.num_sequences == 0
+    assert collector.waiting_task_ids == [] and collector.total.num_sequences == 0
     metrics = collector.take_metrics(1.0)
     counts = {r: metrics[f"collector/rejected/{r}"] for r in REASONS}
     assert counts == {r: float(r == reason) for r in REASONS}
@@ -113,10 +121,10 @@ def test_what_becomes_stale_while_it_waits_leaves():
         (item,) = make_items((2,), seed=number)
         item["versions"][item["versions"] >= 0] = version
         collector.offer(number, item, version)
-    assert collector.stale(1) == []
-    assert collector.stale(3) == [0, 1]
+    assert collector.find_stale(1) == []
+    assert collector.find_stale(3) == [0, 1]
     collector.evict([0, 1])
-    assert collector.waiting == [2] and collector.total.num_sequences == 2
+    assert collector.waiting_task_ids == [2] and collector.total.num_sequences == 2
     assert collector.take_metrics(1.0)["collector/evicted_stale"] == 2
 
 
@@ -125,16 +133,16 @@ def test_a_group_beyond_the_limit_waits_unplanned():
     collector = Collector(max_tokens=int(items[0]["attention_mask"].sum()))
     for number, item in enumerate(items):
         collector.offer(number, item, 0)
-    assert collector.waiting == [0, 1, 2]
-    held = collector.total.sequence_tokens
+    assert collector.waiting_task_ids == [0, 1, 2]
+    held = collector.total.num_sequence_tokens
     assert held == items[0]["attention_mask"].sum()
     assert collector.take([0, 1]) is None  # planned from what is fetched then
-    assert collector.waiting == [2] and collector.total.num_sequences == 0
+    assert collector.waiting_task_ids == [2] and collector.total.num_sequences == 0
 
 
 def plan_of(collector, items, num_ranks=3, num_minibatches=1):
-    leaves = collector.take(range(len(items)))
-    batch = PlannedBatch(items, leaves, step=5)
+    sequences = collector.take(range(len(items)))
+    batch = PlannedBatch(items, sequences, step=5)
     return batch.plan(BatchPlanner(seed=1), num_ranks, num_minibatches)
 
 
@@ -149,8 +157,8 @@ def test_a_thousand_orders_of_arrival_give_one_plan():
             collector.offer(number, item, 0)
         plan = plan_of(collector, items)
         seen = (
-            plan.leaves.owners,
-            plan.leaves.order.lcp_N.tolist(),
+            plan.sequences.owners,
+            plan.sequences.order.lcp_N.tolist(),
             plan.minibatches,
         )
         first = first or seen
@@ -163,9 +171,9 @@ def test_a_batch_that_was_not_collected_gets_the_same_plan():
     for number, item in enumerate(items):
         collector.offer(number, item, 0)
     collected = plan_of(collector, items)
-    fetched = planned(items).plan(BatchPlanner(seed=1), 3, 1)
+    fetched = to_planned_batch(items).plan(BatchPlanner(seed=1), 3, 1)
     assert collected.minibatches == fetched.minibatches
-    assert collected.leaves.owners == fetched.leaves.owners
+    assert collected.sequences.owners == fetched.sequences.owners
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 50])
@@ -174,7 +182,7 @@ def test_every_row_is_dealt_once_and_prompts_stay_in_a_minibatch(
     num_ranks, num_minibatches
 ):
     items = items_of(5)
-    plan = planned(items).plan(BatchPlanner(), num_ranks, num_minibatches)
+    plan = to_planned_batch(items).plan(BatchPlanner(), num_ranks, num_minibatches)
     assert len(plan.minibatches) == min(num_minibatches, len(items))
     assert plan.num_ranks == num_ranks
     dealt = [
@@ -202,7 +210,7 @@ def test_many_threads():
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    assert collector.waiting == numbers
+    assert collector.waiting_task_ids == numbers
     alone = Collector()
     offer_alone = [alone.offer(n, items[n], 0) for n in numbers]
     assert len(offer_alone) == 60 and collector.total == alone.total

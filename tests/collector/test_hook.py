@@ -19,7 +19,7 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from areal_dta.collector.collector import Collector
-from areal_dta.collector.hook import Collection
+from areal_dta.collector.hook import CollectorHook
 from areal_dta.collector.planner import BatchPlanner
 from areal_dta.collector.prompt_loader import MAX_TRIES, PromptLoader
 from tests.engine.dispatch_scenarios import make_items
@@ -103,14 +103,14 @@ class Rollout:
         controller._dispatcher.initialize(logger=logging.getLogger("test"))
         self.loader = loader or prompt_loader(100)
         self.collector = Collector(max_staleness=staleness)
-        self.collection = Collection(controller, self.collector, self.loader)
+        self.hook = CollectorHook(controller, self.collector, self.loader)
         self.planner = BatchPlanner()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.collection.close()
+        self.hook.close()
         self.controller._dispatcher.destroy()
 
     def batch(self, **kwargs):
@@ -119,8 +119,8 @@ class Rollout:
                 self.loader, workflow="any", group_size=3, **kwargs
             )
 
-        return self.collection.next_batch(
-            prepare, lambda batch: batch.plan_here(self.planner, 2, 1)
+        return self.hook.next_batch(
+            prepare, lambda batch: batch.plan_now(self.planner, 2, 1)
         )
 
     def set_version(self, version):
@@ -151,7 +151,7 @@ def test_a_batch_comes_in_the_order_of_issue_with_its_plan():
             owners = {o for r in range(2) for o in plan.rows(r, 0)}
             assert owners == {(i, row) for i in range(BATCH) for row in range(3)}
             tokens = sum(int(item["attention_mask"].sum()) for item in batch)
-            assert batch.leaves.stats.sequence_tokens == tokens
+            assert batch.sequences.stats.num_sequence_tokens == tokens
             seen += found
             rollout.set_version(version + 1)
         assert len(set(seen)) == len(seen)
@@ -171,13 +171,13 @@ def test_what_became_of_each_prompt_is_saved():
         # its worker did not answer: it was tried again
         assert rollout.workers.prompts.count(3) == 2 and 3 in trained
         state = rollout.loader.state_dict()
-        settled = set(range(state["next"])) - set(state["unsettled"])
-        assert settled == {1, 2, *trained}
+        finished = set(range(state["next"])) - set(state["unsettled"])
+        assert finished == {1, 2, *trained}
         stats = rollout.controller.staleness_manager.get_stats
         assert stats().rejected == 3
 
         def balanced():  # AReaL counts a result just before it is taken in
-            num_waiting = len(rollout.collector.waiting)
+            num_waiting = len(rollout.collector.waiting_task_ids)
             return stats().accepted == num_waiting + len(trained)
 
         rollout.wait_until(balanced)
@@ -224,7 +224,7 @@ def test_dynamic_batches():
         # the first four attempts may all be rejected: then the next batch is taken
         assert 1 <= len(batch) <= BATCH
         assert not set(fates) & set(indices(batch))
-        assert batch.leaves.order.num_sequence_tokens > 0
+        assert batch.sequences.order.num_sequence_tokens > 0
 
 
 def test_a_prompt_that_never_works_is_given_up():
@@ -249,7 +249,7 @@ def test_prompts_follow_the_shuffle_of_their_epoch():
     loader = prompt_loader(shuffle=True)
     prompts = iter(loader)
     for _ in range(17):
-        loader.settle(next(prompts)[0])
+        loader.finish(next(prompts)[0])
     again = prompt_loader(shuffle=True)
     again.load_state_dict(loader.state_dict())
     prompts = iter(again)
@@ -268,7 +268,7 @@ def test_prompts_follow_the_shuffle_of_their_epoch():
                 "next": 0,
                 "unsettled": [],
             },
-            "7 prompts an epoch",
+            "7 prompts per epoch",
         ),
     ],
 )

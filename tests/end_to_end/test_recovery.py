@@ -69,5 +69,5 @@ def test_a_killed_worker_and_the_run_that_continues(
     assert len(kept) == STEPS * BATCH
     assert len(set(kept)) == len(kept)  # none trained twice
     state = saved_prompts(tmp_path)
-    settled = set(range(state["next"])) - set(state["unsettled"])
-    assert settled == set(kept)  # none lost
+    finished = set(range(state["next"])) - set(state["unsettled"])
+    assert finished == set(kept)  # none lost

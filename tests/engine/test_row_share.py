@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from areal_dta.collector.dispatch import _balanced, whole_items
-from areal_dta.collector.planned_batch import planned
+from areal_dta.collector.dispatch import split_by_order
+from areal_dta.collector.planned_batch import to_planned_batch
 from areal_dta.engine.row_share import (
     Share,
     in_pieces,
@@ -63,8 +63,8 @@ def test_widening_is_undone():
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 9])
 def test_every_item_has_its_advantages_computed_once(num_ranks):
-    batch = planned(make_items((3, 1, 4, 2, 2)))
-    numbers = whole_items(batch, num_ranks)
+    batch = to_planned_batch(make_items((3, 1, 4, 2, 2)))
+    numbers = split_by_order(batch, num_ranks)
     assert len(numbers) == num_ranks
     assert sorted(i for of_rank in numbers for i in of_rank) == [0, 1, 2, 3, 4]
     if num_ranks == 2:  # cut by tokens, not by items
@@ -73,16 +73,3 @@ def test_every_item_has_its_advantages_computed_once(num_ranks):
             for of_rank in numbers
         ]
         assert max(tokens) < 2 * min(tokens)
-
-
-def test_pairs_stay_together_on_any_number_of_ranks():
-    items = make_items((1,) * 6)
-    for num_ranks in (1, 2, 4):
-        indices = _balanced(items, num_ranks, 2)
-        assert sorted(i for of in indices for i in of) == list(range(6))
-        for of_rank in indices:
-            assert all(
-                of_rank[k] + 1 == of_rank[k + 1] for k in range(0, len(of_rank), 2)
-            )
-    with pytest.raises(ValueError, match="divisible by group_size"):
-        _balanced(items[:5], 2, 2)

@@ -36,8 +36,8 @@ def test_only_trained_tokens_of_the_trainers_version_are_compared():
     # the trainer's are aligned with the token before
     recomputed = [torch.tensor([[-1.0, -1.5, -2.25, 7.0]])]
     gap = logprob_gap(batch, recomputed, version=3)
-    assert (gap.num_tokens, gap.largest) == (2, 0.5)
+    assert gap == {"logprob_gap/num_tokens": 2.0, "logprob_gap/max": 0.5}
     gap = logprob_gap(batch, recomputed, version=2)
-    assert (gap.num_tokens, gap.largest) == (1, 8.0)
+    assert gap == {"logprob_gap/num_tokens": 1.0, "logprob_gap/max": 8.0}
     gap = logprob_gap(batch, recomputed, version=4)
-    assert gap.stats() == {"logprob_gap/num_tokens": 0.0, "logprob_gap/max": 0.0}
+    assert gap == {"logprob_gap/num_tokens": 0.0, "logprob_gap/max": 0.0}

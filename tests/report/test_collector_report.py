@@ -1,7 +1,7 @@
 """What the collector and the plan tell reaches a step's record and the summary."""
 
 from areal_dta.launch import _collector_summary
-from areal_dta.report.collect import step_metrics
+from areal_dta.report.step_metrics import step_metrics
 
 STATS = {
     "collector/inserted": 16.0,

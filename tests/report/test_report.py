@@ -14,12 +14,16 @@ import torch
 from rich.console import Console
 
 from areal_dta.config.schema import ALGORITHMS
-from areal_dta.report import MetricsWriter, StepMetrics, read_metrics
 from areal_dta.report.batch_sharing import BatchMeter
-from areal_dta.report.collect import step_metrics
 from areal_dta.report.live_table import SHOWN_STEPS, RunView
 from areal_dta.report.log_alerts import AlertReader
-from areal_dta.report.plot import plot_losses, plot_rewards, running_mean
+from areal_dta.report.plot import plot_curve, running_mean
+from areal_dta.report.step_metrics import (
+    MetricsWriter,
+    StepMetrics,
+    read_metrics,
+    step_metrics,
+)
 from areal_dta.schedule import FlopModel
 
 REQUIRED_KEYS = [
@@ -165,7 +169,7 @@ class TestMeter:
             }
             for ids in ([1, 2, 3, 4], [1, 2, 3, 5])
         ]
-        shape = BatchMeter(flops, 512, None, of_scores=True).measure(batch)
+        shape = BatchMeter(flops, 512, None, is_reward_model=True).measure(batch)
         assert (shape.num_sequences, shape.tree_tokens, shape.reward) == (2, 5, None)
         # dense: 8 tokens and 8 outputs; tree: 5 tokens and 2 outputs
         assert shape.predicted_saving == pytest.approx(1 - (5 + 20) / (8 + 80))
@@ -245,17 +249,17 @@ class TestPlot:
     def test_png(self, tmp_path: Path) -> None:
         steps = [make_step(s, reward=s / 10) for s in range(1, 6)]
         path = tmp_path / "reward.png"
-        assert plot_rewards(steps, path, "title", "A note. " * 40)
+        assert plot_curve(steps, path, "reward", "title", "A note. " * 40)
         assert path.read_bytes().startswith(b"\x89PNG")
 
     def test_losses(self, tmp_path: Path) -> None:
         steps = [make_step(s, reward=None) for s in range(1, 6)]
         path = tmp_path / "loss.png"
-        assert plot_losses(steps, path, "title")
+        assert plot_curve(steps, path, "loss", "title")
         assert path.read_bytes().startswith(b"\x89PNG")
 
     def test_no_reward_no_file(self, tmp_path: Path) -> None:
-        assert not plot_rewards([make_step(reward=None)], tmp_path / "reward.png")
+        assert not plot_curve([make_step(reward=None)], tmp_path / "x.png", "reward")
         assert list(tmp_path.iterdir()) == []
 
 

@@ -27,14 +27,16 @@ def assert_same(forest, sequences):
     tree = PrefixTree.from_sequences(sequences)
     total = forest.total
     assert total.num_sequences == tree.num_sequences
-    assert total.sequence_tokens == tree.num_sequence_tokens
-    assert total.tree_tokens == tree.num_tree_tokens
+    assert total.num_sequence_tokens == tree.num_sequence_tokens
+    assert total.num_tree_tokens == tree.num_tree_tokens
     roots = {int(n.tokens[0]) for n in tree.nodes if n.parent < 0}
     assert set(forest.trees) == roots
-    assert sum(t.tree_tokens for t in forest.trees.values()) == total.tree_tokens
+    assert (
+        sum(t.num_tree_tokens for t in forest.trees.values()) == total.num_tree_tokens
+    )
     pairs = sum(n.num_tokens * (n.start + n.end + 1) // 2 for n in tree.nodes)
-    assert total.pairs == pairs
-    # every token but the first of its tree is read by someone
+    assert total.num_pairs == pairs
+    # every token but the first of its tree is somebody's needed output
     assert total.num_outputs == tree.num_tree_tokens - len(roots)
 
 
@@ -90,10 +92,9 @@ def test_a_thousand_orders_of_arrival_give_one_forest():
         assert seen == first
 
 
-def test_a_sequences_tokens_and_reads_stay_its_own():
+def test_needed_outputs_stay_those_of_their_sequence():
     forest = PrefixForest()
     forest.insert((0, 0), np.array([7, 8, 9]), np.array([2]))
     forest.insert((0, 1), np.array([7, 8, 9]), np.array([1, 2]))
-    assert forest.tokens((0, 0)).tolist() == [7, 8, 9]
     assert (forest.num_outputs((0, 0)), forest.num_outputs((0, 1))) == (1, 2)
     assert forest.total.num_outputs == 1  # of the first of equal sequences
