@@ -27,7 +27,7 @@ setup(
     # configs/ lies beside the package for its readers, and inside it once installed.
     package_dir={"areal_dta.configs": "configs"},
     package_data={
-        "areal_dta": ["embedded/**/*", "py.typed"],
+        "areal_dta": ["embedded/assets/**/*", "py.typed"],
         "areal_dta.configs": ["*.yaml", "*/*.yaml"],
         "recipes": ["**/*.jinja", "**/*.md", "**/*.yaml"],
     },

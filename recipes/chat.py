@@ -1,4 +1,4 @@
-"""A client of an OpenAI-compatible server: bounded in time and in retries.
+"""A client of an OpenAI-compatible server, bounded in time and in retries.
 
 Serves the agent (AReaL's proxy, or any server in an evaluation) and the simulated user.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import openai
 from openai import AsyncOpenAI
 
-Message = dict[str, Any]
+from recipes.replies import Message
 
 # What servers say when the conversation has outgrown them.
 _TOO_LONG = ("max_total_tokens", "context length", "context_length", "maximum context")
@@ -28,7 +28,7 @@ class ContextFullError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Of each request. Seconds throughout."""
+    """Server and settings of each request."""
 
     base_url: str
     model: str = "default"
@@ -38,12 +38,12 @@ class ChatOptions:
     max_tokens: int = 512
     timeout_seconds: float = 600.0
     max_retries: int = 0
-    """After connection errors, time-outs, and the statuses 408, 409, 429 and 5xx."""
+    """Retried are connection errors, time-outs, and status 408, 409, 429 and 5xx."""
     extra_body: dict[str, Any] = field(default_factory=dict)
 
 
 class ChatClient:
-    """Makes single completions."""
+    """Requests completions, one message at a time."""
 
     def __init__(
         self,
@@ -54,10 +54,9 @@ class ChatClient:
     ) -> None:
         """
         Args:
-            name: of the server, for messages, e.g. "the user model".
+            name: what errors call the server, e.g. "the user model".
             remedy: what to do when it does not answer.
-            http_client: an `httpx.AsyncClient` shared with others, and closed by
-                whoever made it.
+            http_client: a shared `httpx.AsyncClient`, which its owner closes.
         """
         self._options = options
         self._name = name
@@ -77,7 +76,7 @@ class ChatClient:
         tools: Sequence[dict[str, Any]] = (),
         tool_choice: str | None = None,
     ) -> Message:
-        """The next assistant message, as the server sent it, without empty fields.
+        """Return the next assistant message as the server sent it, without null fields.
 
         Raises:
             ServerError: no answer within the time and the retries, or a refusal.
@@ -97,8 +96,8 @@ class ChatClient:
             if tool_choice is not None:
                 request["tool_choice"] = tool_choice
         try:
-            # Not `chat.completions.create`: it walks over all messages and tools, some
-            # milliseconds a call, in which no other episode can go on.
+            # Not `chat.completions.create`: it walks over all messages and tools, which
+            # takes milliseconds per call, during which no other episode can go on.
             answer: Any = await self._client.post(
                 "/chat/completions", cast_to=object, body=request
             )

@@ -1,9 +1,9 @@
-"""What a model wrote, as OpenAI messages hold it, to the words and tool calls in it.
+"""Parse the words and tool calls of a model's reply, an OpenAI message.
 
-No parser of an inference server is needed: thoughts and blocks such as
+No inference server needs a parser of its own: thoughts and blocks such as
 ``<tool_call>{"name": ..., "arguments": ...}</tool_call>`` are taken out of the text
 here, and calls that a server did parse are accepted as they are. So an agent sees the
-same whatever serves its model.
+same, whatever serves its model.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+Message = dict[str, Any]
+"""An OpenAI chat message."""
+
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _BLOCK = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
 # Chat control tokens that some servers leave in the text.
 _CONTROL = re.compile(r"<\|(?:im_start|im_end|endoftext)\|>")
-
 _THINKING = re.compile(r"\A\s*(?:<think>)?.*?</think>\s*", re.DOTALL)
 
 
@@ -33,7 +35,7 @@ class Problem(StrEnum):
 
 
 class ReplyError(ValueError):
-    """The reply is of no use; `problem` says why."""
+    """The reply cannot be acted on; `problem` says why."""
 
     def __init__(self, problem: Problem, detail: str) -> None:
         super().__init__(f"{problem}: {detail}")
@@ -47,7 +49,7 @@ class Call:
     name: str
     arguments: dict[str, Any]
     id: str = ""
-    """As the server named it; a call in the text has no name."""
+    """The server's id; a call in the text has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Reply:
 
 
 def strip_thinking(content: str) -> str:
-    """Drop the thoughts a reply opens with, as is done before anyone else reads it."""
+    """Drop the thoughts that a reply opens with."""
     return _THINKING.sub("", content, count=1)
 
 
@@ -83,7 +85,7 @@ def parse_reply(message: Mapping[str, Any]) -> Reply:
 
 def _visible_text(content: str) -> str:
     text = strip_thinking(_CONTROL.sub("", content))
-    # Thoughts that were cut off: all that follows is thought.
+    # Thoughts that were cut off have no end mark: all that follows is thought.
     return text.partition("<think>")[0]
 
 
@@ -96,37 +98,36 @@ def _served_call(call: Mapping[str, Any]) -> Call:
 
 
 def _text_call(block: str) -> Call:
-    try:
-        value = json.loads(block)
-    except (ValueError, RecursionError) as error:
-        raise ReplyError(
-            Problem.BROKEN_CALL, f"{block!r:.200} is not JSON ({error})"
-        ) from error
-    if not isinstance(value, dict):
-        raise ReplyError(Problem.BROKEN_CALL, f"{block!r:.200} is no JSON object")
+    value = _object(block, f"{block!r:.200}")
     return _call(value.get("name"), value.get("arguments"))
 
 
 def _call(name: Any, arguments: Any, call_id: str = "") -> Call:
     if not isinstance(name, str) or not name:
         raise ReplyError(Problem.BROKEN_CALL, f"the call's name is {name!r:.80}")
-    if isinstance(arguments, str):  # as OpenAI's API has them
-        try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise ReplyError(
-                Problem.BROKEN_CALL, f"arguments {arguments!r:.200} are not JSON"
-            ) from error
-    if not isinstance(arguments, dict):
-        raise ReplyError(
-            Problem.BROKEN_CALL, f"arguments {arguments!r:.200} are no JSON object"
-        )
+    if arguments == "":  # a call without any
+        arguments = {}
+    arguments = _object(arguments, f"arguments {arguments!r:.200}")
     return Call(name, arguments, call_id)
 
 
-def assistant_message(text: str | None, calls: Sequence[Call] = ()) -> dict[str, Any]:
-    """An OpenAI assistant message; the inverse of `parse_reply`."""
-    message: dict[str, Any] = {"role": "assistant", "content": text or ""}
+def _object(value: Any, shown: str) -> dict[str, Any]:
+    """Parse `value` if it is text, as OpenAI's API has arguments; demand an object."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ReplyError(
+                Problem.BROKEN_CALL, f"{shown} is not JSON ({error})"
+            ) from error
+    if not isinstance(value, dict):
+        raise ReplyError(Problem.BROKEN_CALL, f"{shown} is not a JSON object")
+    return value
+
+
+def assistant_message(text: str | None, calls: Sequence[Call] = ()) -> Message:
+    """Build an OpenAI assistant message; the inverse of `parse_reply`."""
+    message: Message = {"role": "assistant", "content": text or ""}
     if calls:
         message["tool_calls"] = [
             {

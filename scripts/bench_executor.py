@@ -1,17 +1,18 @@
-"""The executor against other ways to take the same gradient, in one process.
+"""Compare the executor with other ways to compute the same gradient, in one process.
 
     python scripts/bench_executor.py                      # 20m, all workloads, minutes
     python scripts/bench_executor.py --model 20m --workloads tau2-airline \
         --path-tokens 6000 --variants dense,packed,dfs,dta,dta@2048/0 --json out.json
 
 Prints Markdown: dense (one sequence at a time), dense with activation checkpointing,
-strict prefixes merged, one packed block, node-by-node depth first, and this package,
+strict prefixes merged, one packed block, node by node depth first, and this package,
 each with seconds, peak memory and the error of its gradients. Needs torch,
-transformers and numpy, not areal. `scripts/bench_gpu.sh` is the run for one GPU.
+transformers and numpy, not areal. `scripts/bench_gpu.sh` is the run for one GPU. For a
+quick look: `--workloads grpo-short --variants dta --answer-tokens 64`.
 
-tau2 workloads are replayed from recorded episodes (recipes/tau2/replay.py) where those
-and tau2 are at hand, and generated with the same shape elsewhere; `--data` names a
-folder that holds `<workload>.npz` already.
+tau2 workloads are replayed from recorded episodes (recipes/tau2/replay.py) if those and
+tau2 are installed, and generated with the same shape otherwise; `--data` names a folder
+that holds `<workload>.npz` already.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +33,11 @@ from bench.models import SHAPES, build_model
 from bench.replayed import DOMAINS, replay, why_not_replayed
 from bench.table import LEGEND, WorkloadReport, header, machine, workload_section
 from bench.variants import VARIANTS, make_variant, parse_budgets
-from bench.work import Work
 from bench.workloads import (
     TEMPLATES,
     WORKLOADS,
     Sizes,
+    Work,
     Workload,
     make_workloads,
 )
@@ -90,7 +92,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def variant_names(text: str) -> list[str]:
-    """With dense in front: everything is measured against it."""
+    """Return the names, with dense first: everything is compared with it."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
     return ["dense", *(name for name in names if name != "dense")]
 
@@ -150,12 +152,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     reports: list[dict[str, Any]] = []
     for workload in workloads:
         work = Work.of(workload, device, args.seed)
+        say = partial(_say, workload.name, start)
         measurements = bench.measure(
-            work,
-            args.repeats,
-            args.dense_sample,
-            args.max_seconds,
-            say=_sayer(workload.name, start),
+            work, args.repeats, args.dense_sample, args.max_seconds, say
         )
         report = WorkloadReport.of(work, measurements)
         print(workload_section(report), flush=True)
@@ -166,12 +165,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(LEGEND)
 
 
-def _sayer(workload: str, start: float) -> Callable[[str], None]:
-    def say(text: str) -> None:
-        seconds = time.perf_counter() - start
-        print(f"[{seconds:6.1f} s] {workload}: {text}", file=sys.stderr, flush=True)
-
-    return say
+def _say(workload: str, start: float, text: str) -> None:
+    seconds = time.perf_counter() - start
+    print(f"[{seconds:6.1f} s] {workload}: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

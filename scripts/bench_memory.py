@@ -1,11 +1,11 @@
-"""Peak memory against the number of branches: a table, and a picture with --plot.
+"""Measure peak memory against the number of branches; --plot draws a picture.
 
     python scripts/bench_memory.py --plot docs/memory.png        # one core, minutes
 
-One trunk, and ever more branches of equal length behind it: the tree grows, its longest
-path does not. Counted are the bytes of live tensors at the peak of one gradient
-(activations, keys, values, logits, masks), without the model and its gradients; on a
-GPU what the allocator held.
+One trunk with more and more branches of equal length: the tree grows, its longest path
+does not. Counts the bytes of live tensors at the peak of one gradient (activations,
+keys, values, logits, masks) without the model and its gradients; on a GPU, what the
+allocator held.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from bench.memory import peak_bytes
+from bench.measure import peak_bytes
 from bench.models import SHAPES, build_model
 from bench.table import header, machine
 from bench.variants import make_variant
-from bench.work import Work
-from bench.workloads import Workload
+from bench.workloads import Work, Workload
 
 VARIANTS = {
     "dense": "dense, one sequence at a time",
@@ -48,7 +47,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def star(num_branches: int, trunk: int, branch: int, vocab: int, seed: int) -> Workload:
-    """A trunk and its branches; the branches carry loss."""
+    """Generate a trunk and its branches; the branches carry loss."""
     rng = np.random.default_rng(seed)
     shared = rng.integers(0, vocab, trunk)
     sequences = []
@@ -82,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if name == "packed" and num_branches > args.most_packed:
                 peaks[name].append(None)
                 continue
-            # sequences of dense follow one another: the peak is that of one
+            # Dense runs one sequence at a time, so its peak is that of one.
             sample = work.subset([0]) if name == "dense" else work
             variant = make_variant(name, model, {})
             for parameter in model.parameters():
@@ -106,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def table(branches: Sequence[int], peaks: dict[str, list[int | None]]) -> str:
-    """Markdown, MiB."""
+    """Format the peaks as Markdown, in MiB."""
     lines = [
         "| peak memory, MiB | "
         + " | ".join(f"{n} branch" + "es" * (n > 1) for n in branches)

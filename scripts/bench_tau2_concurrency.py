@@ -1,12 +1,12 @@
-"""Do many tau2 episodes at a time keep the event loop free?
+"""Measure whether many tau2 episodes at a time keep the event loop free.
 
     python scripts/bench_tau2_concurrency.py --domain telecom airline --episodes 64
 
-All episodes run at once in one process, as in a rollout worker: each model call is an
+All episodes run at once in one process, as in a rollout worker. Each model call is an
 HTTP request with the whole conversation to a server (in a process of its own) that
-waits and answers; then the reference solution is followed, so tools and evaluator have
-real work. Meanwhile a task wakes up every 10 ms and notes how late it is: that delay is
-what every other episode, and AReaL's own requests, would have to bear.
+waits and answers. Then the reference solution is followed, so tools and evaluator have
+real work. Meanwhile a task wakes up every 10 ms and records how late it is: every other
+episode, and AReaL's own requests, would be delayed as much.
 
 Exit codes: 0 done, 1 the 99th percentile is above --limit-ms, 2 tau2 is not installed.
 """
@@ -32,8 +32,8 @@ _TICK_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """One domain's result."""
+class Result:
+    """Result of one domain."""
 
     domain: str
     episodes: int
@@ -45,15 +45,15 @@ class Row:
     delay_max_ms: float
 
 
-async def measure(domain_name: str, num_episodes: int, url: str) -> Row:
+async def measure(domain_name: str, num_episodes: int, url: str) -> Result:
     from recipes.chat import ChatClient, ChatOptions
     from recipes.tau2.domains import find_domain, find_task, task_ids
-    from recipes.tau2.environments import EnvironmentPool
-    from recipes.tau2.episode import Limits, run_episode
-    from recipes.tau2.gold import GoldScript
-    from recipes.tau2.policies import ChatPolicy, GoldPolicy
-    from recipes.tau2.rewards import RewardPool
-    from recipes.tau2.users import GoldUser
+    from recipes.tau2.options import Tau2Options
+    from recipes.tau2.play.episode import run_episode
+    from recipes.tau2.play.policies import ChatPolicy, GoldPolicy, GoldScript
+    from recipes.tau2.play.users import GoldUser
+    from recipes.tau2.workers.environments import EnvironmentPool
+    from recipes.tau2.workers.rewards import RewardPool
 
     domain = find_domain(domain_name)
     ids = task_ids(domain_name, "train")
@@ -68,16 +68,17 @@ async def measure(domain_name: str, num_episodes: int, url: str) -> Row:
             await self.http.reply(messages, tools)
             return await self.gold.reply(messages, tools)
 
-    async def one(number: int, pool: RewardPool) -> tuple[float, int]:
-        task_id = ids[number % len(ids)]
+    async def one(index: int, pool: RewardPool) -> tuple[float, int]:
+        task_id = ids[index % len(ids)]
         script = GoldScript(find_task(domain_name, task_id))
         make_user = None if domain.solo else lambda task: GoldUser(script)
         policy = GoldOverHttp(script)
-        limits = Limits(max_steps=300)
+        options = Tau2Options(max_steps=300)
         episode = await run_episode(
-            domain, task_id, policy, make_user, limits, environments
+            domain, task_id, policy, make_user, options, environments
         )
-        return (await pool.score(episode)).value, episode.num_turns
+        reward = await pool.score(episode.scoring_request())
+        return reward.value, episode.num_turns
 
     delays: list[float] = []
     with RewardPool(2) as pool, EnvironmentPool(2) as environments:
@@ -88,8 +89,8 @@ async def measure(domain_name: str, num_episodes: int, url: str) -> Row:
         seconds = time.perf_counter() - start
         ticking.cancel()
     await client.close()
-    p50, p99, most = np.percentile(np.array(delays) * 1000, [50, 99, 100])
-    return Row(
+    p50, p99, maximum = np.percentile(np.array(delays) * 1000, [50, 99, 100])
+    return Result(
         domain=domain_name,
         episodes=num_episodes,
         seconds=seconds,
@@ -97,7 +98,7 @@ async def measure(domain_name: str, num_episodes: int, url: str) -> Row:
         mean_reward=float(np.mean([reward for reward, _ in done])),
         delay_p50_ms=float(p50),
         delay_p99_ms=float(p99),
-        delay_max_ms=float(most),
+        delay_max_ms=float(maximum),
     )
 
 
@@ -155,7 +156,7 @@ def header() -> str:
     )
 
 
-def line(r: Row) -> str:
+def line(r: Result) -> str:
     delays = f"{r.delay_p50_ms:.1f} / {r.delay_p99_ms:.1f} / {r.delay_max_ms:.0f}"
     return (
         f"| {r.domain} | {r.episodes} | {r.seconds:.1f} | {r.model_calls} "
@@ -184,14 +185,14 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     with stub_server(args.latency) as url:
-        rows = []
+        results = []
         print(header(), flush=True)
         for domain in args.domain:
-            rows.append(asyncio.run(measure(domain, args.episodes, url)))
-            print(line(rows[-1]), flush=True)
+            results.append(asyncio.run(measure(domain, args.episodes, url)))
+            print(line(results[-1]), flush=True)
     if args.json is not None:
-        args.json.write_text(json.dumps([asdict(r) for r in rows], indent=2) + "\n")
-    return int(any(row.delay_p99_ms > args.limit_ms for row in rows))
+        args.json.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
+    return int(any(r.delay_p99_ms > args.limit_ms for r in results))
 
 
 if __name__ == "__main__":

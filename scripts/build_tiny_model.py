@@ -3,9 +3,9 @@
     python scripts/build_tiny_model.py                  # about 8 minutes on one core
     python scripts/build_tiny_model.py --quick --out /tmp/quick      # seconds, to test
 
-Trains the tokenizer and a model of 0.85 M parameters on generated word problems:
-first on right answers, then shortly on a mix with faults that reinforcement can mend
-(areal_dta/embedded/corpus.py says which). Two runs with the same arguments, versions
+Trains the tokenizer and a model of 0.85 M parameters on generated word problems: first
+on correct answers, then briefly on a mix with faults that reinforcement can mend
+(listed in tiny_model/corpus.py). Two runs with the same arguments, versions
 and processor write the same bytes.
 """
 
@@ -36,10 +36,10 @@ from areal_dta.embedded.problems import iter_problems
 ASSETS = Path(__file__).parents[1] / "areal_dta/embedded/assets/tiny-qwen3"
 
 BATCH_SIZE = 16
-POOL_BATCHES = 32  # batches sorted by length together, to pad little
+POOL_BATCHES = 32  # batches that are sorted by length together, to reduce padding
 WARMUP_STEPS = 50
 WEIGHT_DECAY = 0.01
-# Some loss on the prompt teaches the words faster than the answers alone do.
+# Some loss on the prompt teaches the words faster than loss on the answers alone.
 PROMPT_WEIGHT = 0.1
 LOG_EVERY = 400
 
@@ -100,7 +100,7 @@ def build_model() -> Qwen3ForCausalLM:
 def iter_samples(
     tokenizer: PreTrainedTokenizerFast, mix: Mix, seed: int
 ) -> Iterator[tuple[list[int], list[float]]]:
-    """Endless token ids and their loss weights, one conversation each."""
+    """Generate token ids and loss weights endlessly, one conversation at a time."""
     rng = random.Random(seed)
     # Only the training split: test problems stay unseen.
     for problem in iter_problems(seed, "train"):
@@ -209,6 +209,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
 
+    # Same arguments, versions and processor: same bytes.
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
     stages, settings, num_eval = STAGES, SETTINGS, args.num_eval
@@ -216,6 +217,7 @@ def main(argv: list[str] | None = None) -> None:
         stages = tuple(replace(stage, num_steps=5) for stage in STAGES)
         settings, num_eval = SETTINGS[:1], min(num_eval, 4)
 
+    # Train the tokenizer, then the model in stages.
     rng = random.Random(args.seed)
     conversations = [
         sample_conversation(rng, problem, stages[-1].mix)
@@ -231,6 +233,7 @@ def main(argv: list[str] | None = None) -> None:
         table = accuracy_table(model, tokenizer, num_eval, args.seed, settings)
         print(table, flush=True)
 
+    # Save both.
     args.out.mkdir(parents=True, exist_ok=True)
     save_tokenizer(tokenizer, args.out)
     model.generation_config.eos_token_id = tokenizer.eos_token_id

@@ -21,7 +21,7 @@ SYSTEM_PROMPT = (
 
 
 def tiny_model_path() -> str:
-    """Directory of the tiny model: weights, configuration, tokenizer, chat template.
+    """Return the directory of the tiny model, its tokenizer and chat template.
 
     Raises:
         FileNotFoundError: the package was installed without its assets.
@@ -41,10 +41,10 @@ def generate_problems(
     """Generate word problems, the same ones for the same arguments.
 
     Args:
-        num: how many, with distinct questions.
+        num: number of problems; their questions are distinct.
         seed: any integer.
-        split: "train" or "test", disjoint from one another for all seeds and sizes;
-            None draws from both.
+        split: "train" or "test", which are disjoint for all seeds and sizes; None draws
+            from both.
 
     Returns:
         Dicts of "question" and "answer"; the answer's last line is ``#### N``.

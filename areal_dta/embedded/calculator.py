@@ -33,15 +33,15 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def tool_call_text(arguments: dict[str, Any], name: str = "calculator") -> str:
-    """A tool call as the chat template writes it."""
+    """Format a tool call like the chat template."""
     call = json.dumps({"name": name, "arguments": arguments})
     return f"<tool_call>{call}</tool_call>"
 
 
 def evaluate(expression: str) -> int | float:
-    """Value of an expression of numbers, ``+ - * /`` and brackets.
+    """Evaluate an expression of numbers, ``+ - * /`` and brackets.
 
-    There are no powers and at most 64 characters, so that no input takes long.
+    Powers and more than 64 characters are refused, so that no input takes long.
 
     Raises:
         ValueError: the text is anything else, or divides by zero.

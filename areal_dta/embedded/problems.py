@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 SPLITS = ("train", "test")
-# One question in ten belongs to the test split, whatever the seed.
-_TEST_SHARE = 10
-# A budget for rejected draws: duplicates and the other split's questions.
-_DRAWS_PER_PROBLEM = 200
+# One question in this many belongs to the test split, whatever the seed.
+_QUESTIONS_PER_TEST_QUESTION = 10
+# Duplicates and questions of the other split are drawn again, at most this often.
+_MAX_DRAWS_PER_PROBLEM = 200
 
 _MAX_START = 50
 _MAX_CHANGE = 20
@@ -114,12 +114,13 @@ class Problem:
 
 
 def split_of(question: str) -> str:
-    """The split a question belongs to, from its text alone.
+    """Return the split that a question belongs to, from its text alone.
 
     Splits are therefore disjoint for all seeds and sizes, and a model trained on any
     "train" problems has never seen a "test" question.
     """
-    return "test" if zlib.crc32(question.encode()) % _TEST_SHARE == 0 else "train"
+    is_test = zlib.crc32(question.encode()) % _QUESTIONS_PER_TEST_QUESTION == 0
+    return "test" if is_test else "train"
 
 
 def sample_problem(rng: random.Random) -> Problem:
@@ -138,6 +139,7 @@ def sample_problem(rng: random.Random) -> Problem:
     def say(templates: tuple[str, ...], **numbers: int) -> None:
         sentences.append(rng.choice(templates).format(**words, **numbers))
 
+    # Start from a product or from a count.
     if rng.random() < 0.5:
         step = Step(rng.randint(2, 9), "*", rng.randint(2, 9))
         say(_PRODUCT_STARTS, a=step.left, b=step.right)
@@ -147,6 +149,7 @@ def sample_problem(rng: random.Random) -> Problem:
         count = rng.randint(5, _MAX_START)
         say(_COUNT_STARTS, a=count)
 
+    # Buy, give away or sell, in ranges that keep every result at or below 250.
     sells = False
     while len(steps) < num_steps:
         is_last = len(steps) == num_steps - 1
@@ -168,17 +171,17 @@ def sample_problem(rng: random.Random) -> Problem:
 
 
 def iter_problems(seed: int, split: str | None = None) -> Iterator[Problem]:
-    """Endless stream of problems with distinct questions, of one split or of both.
+    """Generate problems with distinct questions endlessly, of one split or of both.
 
     Raises:
-        ValueError: unknown split, or no new question can be found any more.
+        ValueError: unknown split, or no new question is found any more.
     """
     if split is not None and split not in SPLITS:
         raise ValueError(f"split={split!r} is unknown; use one of {SPLITS} or None.")
     rng = random.Random(seed)
     seen: set[str] = set()
     while True:
-        for _ in range(_DRAWS_PER_PROBLEM):
+        for _ in range(_MAX_DRAWS_PER_PROBLEM):
             problem = sample_problem(rng)
             question = problem.question
             if question in seen or (split is not None and split_of(question) != split):
@@ -188,6 +191,6 @@ def iter_problems(seed: int, split: str | None = None) -> Iterator[Problem]:
             break
         else:
             raise ValueError(
-                f"no new problem in {_DRAWS_PER_PROBLEM} draws after {len(seen)}; "
+                f"no new problem in {_MAX_DRAWS_PER_PROBLEM} draws after {len(seen)}; "
                 f"ask for fewer than {len(seen)} problems."
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -11,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from areal_dta.embedded import generate_problems
 from areal_dta.embedded.problems import SPLITS
+from areal_dta.tasks.jsonl import read_jsonl
 from areal_dta.tasks.log import task_logger
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
-
 
 EMBEDDED = "embedded"
 HUB_NAME = "openai/gsm8k"
@@ -50,21 +49,22 @@ def load_dataset(
             hub), or a JSONL file with `question` and `answer`, the latter ending in
             ``#### N``.
         split: "train" or "test". A JSONL file is one split, whatever this says.
-        tokenizer: its chat template renders the prompts that `max_length` is about.
-        max_length: prompts of more tokens are dropped, and their number is logged.
-        num_problems: at most so many, before long ones are dropped. None means all;
-            for "embedded" 2,048 for training and 256 for testing.
-        seed: of the generated problems.
+        tokenizer: renders the prompts that `max_length` limits.
+        max_length: maximum tokens per prompt; longer ones are dropped, and their number
+            is logged.
+        num_problems: maximum number of problems, before long ones are dropped. None
+            means all; for "embedded" 2,048 for training and 256 for testing.
+        seed: seed of the generated problems.
         instruction: appended to each question. None means nothing for "embedded", and
-            elsewhere AReaL's request to put the answer into a box.
+            otherwise AReaL's request to put the answer into a box.
 
     Returns:
-        `answer` is the final number as text without separators, as
-        `areal_dta.tasks.math_reward.math_reward_fn` takes it.
+        A dataset whose `answer` is the final number as text without separators, for
+        `areal_dta.tasks.math_reward.math_reward_fn`.
 
     Raises:
-        ValueError: no such dataset, a bad line, the hub is out of reach, or no problem
-            is left.
+        ValueError: no such dataset, an invalid line, the hub cannot be reached, or no
+            problem is left.
     """
     if max_length is not None and tokenizer is None:
         raise ValueError(
@@ -91,7 +91,7 @@ def load_dataset(
 def load_problems(
     path: str, split: str, num_problems: int | None, seed: int
 ) -> tuple[Iterable[dict[str, str]], str]:
-    """Problems with `question` and `answer`, and what to call them in messages.
+    """Load problems with `question` and `answer`, and how messages call their source.
 
     Arguments and errors are those of `load_dataset`.
     """
@@ -110,10 +110,10 @@ def load_problems(
 def as_dataset(
     rows: list[dict[str, Any]], num_dropped: int, max_length: int | None, source: str
 ) -> Dataset:
-    """The rows that are short enough; how many were not is logged.
+    """Build the dataset of the rows that are short enough; log how many were not.
 
     Raises:
-        ValueError: none is.
+        ValueError: there are no rows.
     """
     from datasets import Dataset
 
@@ -136,7 +136,7 @@ def as_dataset(
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
 ) -> list[int]:
-    """A conversation up to where the assistant is to go on, as rollouts have it."""
+    """Tokenize a conversation up to the assistant's next turn, like a rollout."""
     text = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, tokenize=False
     )
@@ -145,10 +145,10 @@ def prompt_ids(
 
 
 def final_answer(solution: str) -> str:
-    """The number after the last ``####``, without thousands separators.
+    """Return the number after the last ``####``, without thousands separators.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the solution does not end in ``#### N``.
     """
     match = _FINAL_ANSWER.search(solution)
     if match is None:
@@ -164,22 +164,12 @@ def _iter_jsonl(path: str) -> Iterator[dict[str, str]]:
             f"dataset path {path!r} {reason}; give a JSONL file, {EMBEDDED!r}, "
             f"or {HUB_NAME!r}."
         )
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _parse_line(line, f"{path}, line {number}")
+    for number, problem in read_jsonl(path, _EXPECTED_LINE):
+        _check(problem, f"{path}, line {number}")
+        yield problem
 
 
-def _parse_line(line: bytes, where: str) -> dict[str, str]:
-    try:
-        problem = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{where}: not UTF-8 text; {_EXPECTED_LINE}.") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error}); {_EXPECTED_LINE}.") from error
-    if not isinstance(problem, dict):
-        got = type(problem).__name__
-        raise ValueError(f"{where}: got a JSON {got}; {_EXPECTED_LINE}.")
+def _check(problem: dict[str, Any], where: str) -> None:
     for field in ("question", "answer"):
         value = problem.get(field)
         if not isinstance(value, str) or not value.strip():
@@ -190,7 +180,6 @@ def _parse_line(line: bytes, where: str) -> dict[str, str]:
         final_answer(problem["answer"])
     except ValueError as error:
         raise ValueError(f"{where}: {error} Mend or remove the line.") from error
-    return problem
 
 
 def _load_hub(split: str) -> Iterable[dict[str, str]]:

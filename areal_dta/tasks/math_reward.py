@@ -1,24 +1,24 @@
 """Reward of math word problems: 1.0 when the parsed final answer is the right number.
 
-Where the final answer is sought:
+How the final answer is found:
 
-1. A reasoning part that ends in ``</think>`` is cut off. One that never ends has no
-   answer after it: reward 0.
+1. Thoughts that end in ``</think>`` are cut off. If they never end, there is no answer:
+   reward 0.
 2. If the text has a ``####`` (GSM8K's mark), only what follows the last one counts.
    Nothing after it means no answer: reward 0, even if the steps above it are right.
-3. There, the last ``\boxed{...}`` is taken if there is one.
-4. Of that, the number that math-verify finds: after words such as "the answer is",
-   else the last one.
+3. In the rest, the last ``\boxed{...}`` counts if there is one.
+4. In that, math-verify finds the number: after words such as "the answer is", else the
+   last one.
 
-So the embedded model is paid for ``#### N`` and instruct models also for what they
-write by themselves. Percent and currency signs, units and thousands separators do not
-matter: GSM8K's answers are bare numbers.
+So the embedded model is rewarded for ``#### N``, and instruct models also for the forms
+that they use. Percent and currency signs, units and thousands separators are ignored:
+GSM8K's answers are bare numbers.
 
-No input takes long, and so nothing here needs a timeout. math-verify's own are signals,
-which work in a main thread only and cancel other alarms, and neither they nor a thread
-interrupt ``9^{9^{9}}`` inside its one call. Instead, math-verify gets a text of bounded
-length without LaTeX, whose grammar takes exponential time on nested brackets, and what
-it reads is compared only if it is plain arithmetic.
+No input takes long, so nothing here needs a timeout. math-verify's own timeouts are
+signals, which work in a main thread only and cancel other alarms, and neither they nor
+a thread can interrupt ``9^{9^{9}}``. Instead, math-verify gets a text of bounded length
+without LaTeX, whose grammar takes exponential time on nested brackets, and its result
+is compared only if it is plain arithmetic.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MAX_CHARACTERS = 2000
 _EXTRACTION = (ExprExtractionConfig(),)
 _CHAT_TOKEN = re.compile(r"<\|[^<>|]*\|>")
 
-# In this order, LaTeX around numbers becomes plain text.
+# Applied in this order, these turn LaTeX around numbers into plain text.
 _FLATTENING = (
     (re.compile(r"\\[dt]?frac\{(-?[\d.]+)\}\{([\d.]+)\}"), r"\1/\2"),
     (re.compile(r"\{,\}"), ","),
@@ -55,10 +55,12 @@ def math_reward_fn(
     answer: str,
     **kwargs: Any,
 ) -> float:
-    """1.0 if the final answer of `completions` equals `answer`, else 0.0.
+    """Return 1.0 if the final answer of `completions` equals `answer`, else 0.0.
 
-    Has AReaL's reward signature and never raises. `answer` is a number as text, or a
-    reference solution that ends in ``#### N``.
+    Never raises. The signature is that of AReaL's rewards.
+
+    Args:
+        answer: a number as text, or a reference solution that ends in ``#### N``.
     """
     gold = parse_final_answer(str(answer))
     if gold is None:
@@ -71,7 +73,7 @@ def math_reward_fn(
 
 
 def parse_final_answer(text: str) -> sympy.Expr | None:
-    """The final answer of `text` as a number; None if it gives none."""
+    """Return the final answer of `text` as a number; None if there is none."""
     text = _CHAT_TOKEN.sub(" ", text)
     _, ended, after = text.rpartition("</think>")
     if ended:
@@ -90,7 +92,7 @@ def parse_final_answer(text: str) -> sympy.Expr | None:
 
 
 def _last_box(text: str) -> str | None:
-    r"""Content of the last ``\boxed{...}`` whose braces are balanced."""
+    r"""Return the content of the last ``\boxed{...}`` if its braces are balanced."""
     _, found, content = text.rpartition("\\boxed{")
     depth = 1
     for end, character in enumerate(content):
@@ -101,7 +103,7 @@ def _last_box(text: str) -> str | None:
 
 
 def _is_plain_arithmetic(value: object) -> bool:
-    """Whether `value` is made of numbers, sums, products and quotients alone."""
+    """Return whether `value` has only numbers, sums, products and quotients."""
     if not isinstance(value, sympy.Expr):
         return False
     for node in sympy.preorder_traversal(value):

@@ -1,7 +1,7 @@
-"""Pairs of a right and a corrupted answer, for DPO and reward models with AReaL.
+"""Pairs of a correct and a corrupted answer, for DPO and reward models with AReaL.
 
-What is corrupted is the last result, where it is computed and where it is given, so
-that a pair shares its prompt and most of its steps:
+The last result is corrupted, both where it is computed and where it is given, so that a
+pair shares its prompt and most of its steps:
 
     chosen    6*9=54  54+15=69  #### 69
     rejected  6*9=54  54+15=79  #### 79
@@ -35,18 +35,18 @@ def load_dataset(
     seed: int = 0,
     system_prompt: str = "",
 ) -> Dataset:
-    """Load problems as pairs, one a row.
+    """Load problems as pairs, one per row.
 
     Args:
-        path: as `areal_dta.tasks.supervised.load_dataset`, also the others.
-        max_length: a pair with a longer sequence is dropped.
+        path: see `areal_dta.tasks.supervised.load_dataset`, also for the others.
+        max_length: maximum tokens per sequence; pairs with a longer one are dropped.
 
     Returns:
         The columns that AReaL's DPO and reward trainers collate: `chosen_ids`,
         `chosen_loss_mask`, `rejected_ids`, `rejected_loss_mask`.
 
     Raises:
-        ValueError: no tokenizer, no such dataset, a bad line, or no problem is left.
+        ValueError: no tokenizer, no such dataset, an invalid line, or no problem left.
     """
     if tokenizer is None:
         raise ValueError("preference pairs need a tokenizer; pass one.")
@@ -74,7 +74,7 @@ def load_dataset(
 
 
 def corrupted(rng: random.Random, solution: str) -> str:
-    """The solution with a slip in its result.
+    """Return the solution with a wrong result.
 
     Args:
         solution: ends in ``#### N``.
@@ -89,6 +89,6 @@ def corrupted(rng: random.Random, solution: str) -> str:
     def replaced(match: re.Match[str]) -> str:
         return wrong if match[0] == result else match[0]
 
-    # GSM8K gives it twice: <<6*9=54>>54
+    # Behind the last "=", since GSM8K gives the result twice: <<6*9=54>>54
     computed = steps.rfind("=") + 1
     return f"{steps[:computed]}{_NUMBER.sub(replaced, steps[computed:])}{_MARK} {wrong}"

@@ -24,17 +24,19 @@ def load_dataset(
     """Load problems with the columns `input_ids` and `loss_mask`.
 
     Args:
-        path: as `areal_dta.tasks.gsm8k.load_dataset`, also `split`, `num_problems`
-            and `seed`.
+        path: see `areal_dta.tasks.gsm8k.load_dataset`, also for `split`,
+            `num_problems` and `seed`.
         tokenizer: required; its chat template renders question and solution.
-        max_length: longer examples, in tokens, are dropped, and their number is logged.
-        system_prompt: before each question; "" for none.
+        max_length: maximum tokens per example; longer ones are dropped, and their
+            number is logged.
+        system_prompt: put before each question; "" for none.
 
     Returns:
-        `loss_mask` is 1 at the tokens of the solution and the end mark after it.
+        A dataset whose `loss_mask` is 1 at the tokens of the solution and of the end
+        mark after it.
 
     Raises:
-        ValueError: no tokenizer, no such dataset, a bad line, or no problem is left.
+        ValueError: no tokenizer, no such dataset, an invalid line, or no problem left.
     """
     if tokenizer is None:
         raise ValueError("supervised examples need a tokenizer; pass one.")
@@ -61,8 +63,7 @@ def question_messages(question: str, system_prompt: str) -> list[dict[str, str]]
 def example(
     tokenizer: PreTrainedTokenizerBase, prompt: list[int], answer: str
 ) -> dict[str, Any]:
-    """A prompt with one answer to it, tokenized as a rollout would have been: the two
-    apart from one another, and the end mark after the answer."""
+    """Join a prompt and its answer, tokenized separately as in a rollout."""
     end = tokenizer.eos_token
     completion = tokenizer(f"{answer}{end}", add_special_tokens=False)["input_ids"]
     return {

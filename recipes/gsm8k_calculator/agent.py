@@ -1,8 +1,8 @@
-"""Solves a word problem in several turns, calling a calculator on the way.
+"""An agent that solves a word problem in several turns with a calculator.
 
-An agent workflow of AReaL: each turn is a model call through AReaL's OpenAI proxy, so
-each becomes a training sequence that begins with the ones before it. What goes wrong in
-a call is told to the model as the word "error", and it may try again.
+It is an agent workflow of AReaL: each turn is a model call through AReaL's OpenAI
+proxy, so each becomes a training sequence that begins with the earlier ones. If a call
+fails, the model is told "error" and may try again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REMEDY = "see proxy-rollout.log; the rollout server may have died"
 
 
 class CalculatorAgent:
-    """An import string for AReaL's `workflow`."""
+    """Solves problems; AReaL's `workflow` names it."""
 
     def __init__(
         self,
@@ -35,7 +35,7 @@ class CalculatorAgent:
         Args:
             reward_fn: import string of the reward of the last turn.
             gconfig: AReaL's generation settings.
-            tokenizer: unused; AReaL's other workflows take one.
+            tokenizer: unused; AReaL's own workflows take one.
         """
         self._reward_fn = reward_fn
         self._max_turns = max_turns
@@ -76,10 +76,10 @@ class CalculatorAgent:
 async def solve(
     client: ChatClient, messages: list[Message], max_turns: int
 ) -> tuple[str, int]:
-    """Let the model answer, and its calls be answered, until it calls no more.
+    """Alternate between model and calculator until the model makes no more calls.
 
     Args:
-        messages: the conversation; it grows.
+        messages: the conversation; the new messages are appended to it.
 
     Returns:
         The last turn's text, empty if that was a call, and the number of turns.

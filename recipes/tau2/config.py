@@ -42,7 +42,8 @@ class Tau2Config(DTAGRPOConfig):
 
 
 def check_user_server(options: UserOptions) -> None:
-    """
+    """Check that the user model's server is up.
+
     Raises:
         ValueError: nothing answers at the user model's URL.
     """

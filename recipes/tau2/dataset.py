@@ -1,4 +1,4 @@
-"""The tasks of a domain as AReaL's data set: a row an episode to play."""
+"""The tasks of a domain as a dataset for AReaL: one row per episode to play."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def load_dataset(
     tasks: list[str] | None = None,
     seed: int | None = None,
 ) -> Dataset:
-    """Tasks with the columns `domain`, `task_id` and `messages` (the system prompt).
+    """Load tasks with the columns `domain` and `task_id`.
 
     Args:
         path: name of the domain.
         split: "train" or "test", or another of tau2's.
-        tokenizer: counts the tokens that `max_length` is about.
-        max_length: tasks whose first prompt (instructions, tools, ticket) has more
-            tokens are refused: an episode needs room behind it.
-        repeat: how often each task comes in an epoch; the smallest splits hold less
-            than a batch.
-        tasks: only these.
-        seed: of the order of the tasks; None keeps tau2's.
+        tokenizer: counts the tokens that `max_length` limits.
+        max_length: maximum tokens of the first prompt (instructions, tools, ticket); an
+            episode needs room behind it.
+        repeat: how often each task comes per epoch; the smallest splits hold less than
+            a batch.
+        tasks: keep only these.
+        seed: seed of the order of the tasks; None keeps tau2's.
 
     Raises:
         ValueError: no such domain, split or task, tau2 is not installed, or a prompt is
@@ -79,7 +79,7 @@ def _check_lengths(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
 ) -> None:
-    # Only a solo agent's prompt depends on the task.
+    # Only a solo agent's prompt depends on the task, so elsewhere one is enough.
     checked = ids if find_domain(domain_name).solo else ids[:1]
     for task_id in checked:
         context = agent_context(domain_name, task_id)

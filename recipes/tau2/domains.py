@@ -1,7 +1,7 @@
 """The domains: their tasks and splits, and what an agent is told (prompt and tools).
 
-tau2 is an extra (`MissingTau2Error` says so), imported when it is first needed. The
-prompts are those of tau2's own agents, so that an agent of ours sees the same text.
+tau2 is an optional dependency, imported when it is first needed. The prompts are those
+of tau2's own agents, so that an agent of ours sees the same text.
 """
 
 from __future__ import annotations
@@ -15,32 +15,38 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tau2.data_model.tasks import Task
 
+# A solo agent stops by calling this tool. tau2 records the text in place of the call.
+STOP_TOOL = "done"
+STOP_TEXT = "###STOP###"
+
 INSTALL_HINT = 'pip install -e ".[tau2]"'
 
 
 class MissingTau2Error(ImportError):
-    """tau2 is not installed, or lacks something that it should have."""
+    """tau2 is not installed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Domain:
-    """A domain as recipes name it; in a solo one the agent has no user to talk to."""
+    """A domain as recipes name it; in a solo domain the agent has no user."""
 
     name: str
     tau2_name: str
     solo: bool = False
 
 
-_ALL = (
-    Domain("airline", "airline"),
-    Domain("retail", "retail"),
-    Domain("telecom", "telecom"),
-    Domain("telecom_solo", "telecom", solo=True),
-    Domain("mock", "mock"),
-)
-DOMAINS = {domain.name: domain for domain in _ALL}
+DOMAINS = {
+    domain.name: domain
+    for domain in (
+        Domain("airline", "airline"),
+        Domain("retail", "retail"),
+        Domain("telecom", "telecom"),
+        Domain("telecom_solo", "telecom", solo=True),
+        Domain("mock", "mock"),
+    )
+}
 
-# tau2's evaluator raises, instead of failing them, unless the agent succeeds.
+# Unless the agent succeeds, tau2's evaluator raises on these instead of failing them.
 _NOT_EVALUABLE = {"mock": ("create_task_1_with_env_assertions",)}
 
 
@@ -54,7 +60,7 @@ class AgentContext:
 
 
 def find_domain(name: str) -> Domain:
-    """Look a domain up by its name.
+    """Look up a domain by its name.
 
     Raises:
         ValueError: there is none of that name.
@@ -91,7 +97,7 @@ def import_tau2() -> None:
 
 @functools.cache
 def load_tasks(tau2_name: str) -> dict[str, Task]:
-    """All tasks of a domain by id. Read once: telecom's file has 14 MB."""
+    """Load all tasks of a domain, by id. Cached: telecom's file has 14 MB."""
     import_tau2()
     from tau2.registry import registry
 
@@ -99,7 +105,7 @@ def load_tasks(tau2_name: str) -> dict[str, Task]:
 
 
 def task_ids(domain_name: str, split: str) -> tuple[str, ...]:
-    """The tasks of a split that can be played and evaluated, in tau2's order.
+    """List the tasks of a split that can be played and evaluated, in tau2's order.
 
     The mock domain has one set of tasks, which serves as every split.
 
@@ -121,7 +127,7 @@ def task_ids(domain_name: str, split: str) -> tuple[str, ...]:
 
 
 def find_task(domain_name: str, task_id: str) -> Task:
-    """Look a task up.
+    """Look up a task.
 
     Raises:
         ValueError: there is none of that id.
@@ -148,7 +154,7 @@ def _split_ids(domain: Domain, split: str) -> list[str]:
 
 
 def agent_context(domain_name: str, task_id: str) -> AgentContext:
-    """The prompt and the tools of tau2's LLMAgent, or LLMSoloAgent in a solo domain.
+    """Return prompt and tools of tau2's LLMAgent, or LLMSoloAgent in a solo domain.
 
     Only a solo agent's prompt depends on the task: it holds the ticket.
 
@@ -183,28 +189,23 @@ def _solo_context(domain: Domain, task_id: str) -> AgentContext:
             f"tau2 has no {domain.tau2_name} task {task_id!r}; "
             "were the trajectories recorded with another version of tau2?"
         )
-    policy, tools = _solo_policy_and_tools(domain, task_id)
+    policy, tools = _solo_policy_and_tools(domain)
     return AgentContext(LLMSoloAgent([], policy, tasks[task_id]).system_prompt, tools)
 
 
-_policies_and_tools: dict[Domain, tuple[str, tuple[dict[str, Any], ...]]] = {}
+@functools.cache
+def _solo_policy_and_tools(domain: Domain) -> tuple[str, tuple[dict[str, Any], ...]]:
+    """The same for all tasks; cached: making the schemas of 44 tools takes a while."""
+    from tau2.agent.llm_agent import LLMSoloAgent
+    from tau2.registry import registry
 
-
-def _solo_policy_and_tools(
-    domain: Domain, any_task_id: str
-) -> tuple[str, tuple[dict[str, Any], ...]]:
-    """The same for all tasks: making the schemas of 44 tools takes a while."""
-    if domain not in _policies_and_tools:
-        from tau2.agent.llm_agent import LLMSoloAgent
-        from tau2.registry import registry
-
-        environment = registry.get_env_constructor(domain.tau2_name)(solo_mode=True)
-        # The agent acts for the user too, and adds a tool of its own to say it is done.
-        tools = environment.get_tools() + environment.get_user_tools()
-        task = load_tasks(domain.tau2_name)[any_task_id]
-        agent = LLMSoloAgent(tools, environment.get_policy(), task)
-        _policies_and_tools[domain] = (agent.domain_policy, _schemas(agent.tools))
-    return _policies_and_tools[domain]
+    environment = registry.get_env_constructor(domain.tau2_name)(solo_mode=True)
+    # The agent acts for the user too, and adds a tool of its own to say it is done.
+    tools = environment.get_tools() + environment.get_user_tools()
+    tasks = load_tasks(domain.tau2_name).values()
+    any_task = next(filter(LLMSoloAgent.check_valid_task, tasks))
+    agent = LLMSoloAgent(tools, environment.get_policy(), any_task)
+    return agent.domain_policy, _schemas(agent.tools)
 
 
 def _schemas(tools: Iterable[Any]) -> tuple[dict[str, Any], ...]:

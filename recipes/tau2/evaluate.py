@@ -5,11 +5,11 @@
     python -m recipes.tau2.evaluate --domain airline --policy gold
 
 The policy is an OpenAI-compatible URL or a built-in script: `gold` (the reference
-solution, an upper bound) or `refuse` (does nothing, politely). pass^k is the
-probability that all of k trials of a task succeed, averaged over tasks (arXiv
-2406.12045). Some tasks ask for nothing, so doing nothing has a score: the floor.
+solution, an upper bound) or `refuse` (declines politely). pass^k is the probability
+that all of k trials of a task succeed, averaged over tasks (arXiv 2406.12045). Some
+tasks ask for nothing, so doing nothing has a score: the floor.
 
-Exit codes: 0 done, 1 a server failed, 2 something is wrong with what was given.
+Exit codes: 0 done, 1 a server failed, 2 an argument is wrong.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """
+    """Convert the arguments to settings.
+
     Raises:
         ValueError: an argument is wrong.
         MissingTau2Error: tau2 is not installed.

@@ -1,4 +1,4 @@
-"""Playing a set of tasks with one policy, and what is reported of it."""
+"""Plays a set of tasks with one policy, and reports on it."""
 
 from __future__ import annotations
 
@@ -6,36 +6,43 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from recipes.chat import ChatClient, ChatOptions, ServerError
+from recipes.chat import ChatClient, ChatOptions
 from recipes.tau2.api import pass_hat_k
 from recipes.tau2.domains import Domain, find_task
-from recipes.tau2.environments import EnvironmentPool
-from recipes.tau2.episode import Episode, MakeUser, run_episode
-from recipes.tau2.gold import GoldScript
 from recipes.tau2.options import Tau2Options, UserOptions
-from recipes.tau2.players import limits, user_client, user_maker
-from recipes.tau2.policies import ChatPolicy, GoldPolicy, Policy, RefusePolicy
-from recipes.tau2.rewards import Reward, RewardPool
-from recipes.tau2.users import GoldUser
-
-SCRIPTS = ("gold", "refuse")
+from recipes.tau2.play.episode import (
+    Episode,
+    MakeUser,
+    run_episode,
+    user_client,
+    user_maker,
+)
+from recipes.tau2.play.policies import (
+    ChatPolicy,
+    GoldPolicy,
+    GoldScript,
+    Policy,
+    RefusePolicy,
+)
+from recipes.tau2.play.users import GoldUser
+from recipes.tau2.workers.environments import EnvironmentPool
+from recipes.tau2.workers.rewards import RewardPool
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of an evaluation."""
+    """Settings of an evaluation."""
 
     domain: Domain
     task_ids: tuple[str, ...]
     policy: str
-    """One of `SCRIPTS`, or a URL."""
+    """One of `evaluate.SCRIPTS`, or a URL."""
     options: Tau2Options
     trials: int = 1
     concurrency: int = 16
     chat: ChatOptions | None = None
-    """Of the model, if the policy is a URL."""
+    """Request settings of the policy, if that is a URL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,38 +78,46 @@ class Report:
 async def play(
     settings: Settings, pool: RewardPool, environments: EnvironmentPool
 ) -> list[Played]:
-    """Play every task `trials` times, some episodes at a time.
+    """Play every task `trials` times, `concurrency` episodes at a time.
 
     Raises:
         ServerError: a model's server failed.
     """
     gate = asyncio.Semaphore(settings.concurrency)
-    client = None
+    client = users = None
     if settings.chat is not None:
         remedy = "start that server, or name another with --policy"
         client = ChatClient(settings.chat, "the policy", remedy)
-    users = _users(settings)
+        users = user_client(settings.domain, settings.options.user)
 
     async def one(task_id: str) -> Played:
         async with gate:
             episode = await _play_one(settings, task_id, client, users, environments)
-            reward = await pool.score(episode)
-            return _reduced(episode, reward)
+            reward = await pool.score(episode.scoring_request())
+        return Played(
+            task_id=episode.task_id,
+            reward=reward.value,
+            termination=episode.termination,
+            problem=episode.problem,
+            num_turns=episode.num_turns,
+            error=reward.error,
+        )
 
+    tasks = [
+        asyncio.create_task(one(task_id))
+        for task_id in settings.task_ids
+        for _ in range(settings.trials)
+    ]
     try:
-        async with asyncio.TaskGroup() as group:  # the first failure ends all
-            tasks = [
-                group.create_task(one(task_id))
-                for task_id in settings.task_ids
-                for _ in range(settings.trials)
-            ]
-    except* (ServerError, TimeoutError) as errors:
-        raise _first(errors) from None
+        return await asyncio.gather(*tasks)
     finally:
+        # The first failure ends all; after a success there is nothing to cancel.
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for used in (client, users):
             if used is not None:
                 await used.close()
-    return [task.result() for task in tasks]
 
 
 async def _play_one(
@@ -125,38 +140,11 @@ async def _play_one(
     else:
         policy = RefusePolicy(domain.solo)
         make_user = user_maker(domain, UserOptions(kind="rule", max_replies=1), None)
-    return await run_episode(
-        domain, task_id, policy, make_user, limits(options), environments
-    )
-
-
-def _users(settings: Settings) -> ChatClient | None:
-    needed = settings.chat is not None and not settings.domain.solo
-    if needed and settings.options.user.kind == "llm":
-        return user_client(settings.options.user)
-    return None
-
-
-def _reduced(episode: Episode, reward: Reward) -> Played:
-    return Played(
-        task_id=episode.task_id,
-        reward=reward.value,
-        termination=episode.termination,
-        problem=episode.problem,
-        num_turns=episode.num_turns,
-        error=reward.error,
-    )
-
-
-def _first(errors: BaseExceptionGroup[Any]) -> BaseException:
-    error: BaseException = errors
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+    return await run_episode(domain, task_id, policy, make_user, options, environments)
 
 
 async def evaluate(settings: Settings) -> Report:
-    """Play the tasks, and once with `refuse` for the floor.
+    """Play the tasks, and once more with `refuse` for the floor.
 
     Raises:
         ServerError: a model's server failed.
@@ -180,7 +168,8 @@ async def evaluate(settings: Settings) -> Report:
 def report(
     settings: Settings, played: Sequence[Played], nothing: Sequence[Played]
 ) -> Report:
-    """
+    """Summarize the episodes.
+
     Args:
         nothing: what the `refuse` policy reached on the same tasks.
     """

@@ -1,4 +1,4 @@
-"""Drops prompts from which group-normalised rewards teach nothing."""
+"""Drops prompts whose group-normalized rewards teach nothing."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _num_dropped = 0
 
 
 def has_different_rewards(trajectory: dict[str, Any]) -> bool:
-    """Whether some, but not all, episodes of a prompt succeeded: AReaL's filter.
+    """Return whether some, but not all, episodes of a prompt succeeded.
 
-    tau2's rewards are 0 or 1. A turn discount lowers them from call to call, so what
-    counts is whether they are above 0. All equal, the advantages are 0, and the
-    sequences only cost time.
+    If all rewards are equal, the advantages are 0, and the sequences only cost time.
+    tau2's rewards are 0 or 1, but a turn discount lowers them from call to call, so
+    every reward above 0 is a success.
 
-    An agent that always fails, or never does, would have the trainer wait for ever.
-    So one prompt is let through after `MAX_DROPPED_IN_A_ROW` dropped ones.
+    With an agent that always fails, or never does, the trainer would wait for ever. So
+    one prompt is let through after `MAX_DROPPED_IN_A_ROW` dropped ones.
 
     Args:
-        trajectory: of one prompt, with `rewards` ``[num_sequences]``.
+        trajectory: AReaL's, of one prompt, with `rewards` ``[num_sequences]``.
     """
     global _num_dropped
     succeeded = trajectory["rewards"] > 0

@@ -1,4 +1,4 @@
-"""What can be set of a tau2 rollout. Plain dataclasses: a YAML's section `tau2`."""
+"""Options of tau2 rollouts: the section `tau2` of a YAML, as plain dataclasses."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Tau2Options:
     reward_timeout_seconds: float = _option(60.0, "Of one evaluation.")
 
     def validate(self) -> None:
-        """
+        """Check the options.
+
         Raises:
             ValueError: an option is wrong; the message says which and what to do.
         """

@@ -1,13 +1,13 @@
-"""Recorded tau2 episodes to token sequences with loss masks.
+"""Convert recorded tau2 episodes to token sequences with loss masks.
 
     python -m recipes.tau2.replay --trajectories trajectories.jsonl --domain airline \
         --export individual --template plain --out airline.npz
 
 These are the sequences that training on the episodes would see, so benchmarks and tests
 run on real shapes and real sharing without a model or a server. Prints a Markdown table
-with a row a domain.
+with one row per domain.
 
-Exit codes: 0 done, 2 something is wrong with what was given.
+Exit codes: 0 done, 2 an argument or the file is wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.tau2.archive import SequenceBatch, save_sequences
 from recipes.tau2.domains import (
     DOMAINS,
     AgentContext,
@@ -30,11 +29,12 @@ from recipes.tau2.domains import (
     agent_context,
     find_domain,
 )
-from recipes.tau2.messages import agent_conversation
-from recipes.tau2.qwen_tokenizer import load_tokenizer
-from recipes.tau2.sharing import markdown_table, sharing_statistics
-from recipes.tau2.trajectories import Trajectory, read_trajectories
-from recipes.tau2.turns import (
+from recipes.tau2.recorded.conversation import agent_conversation
+from recipes.tau2.recorded.qwen_tokenizer import load_tokenizer
+from recipes.tau2.recorded.sequences import SequenceBatch, save_sequences
+from recipes.tau2.recorded.sharing import markdown_table, sharing_statistics
+from recipes.tau2.recorded.trajectories import Trajectory, read_trajectories
+from recipes.tau2.recorded.turns import (
     Template,
     TokenIds,
     TurnTokenizer,
@@ -53,18 +53,13 @@ class _Row(NamedTuple):
     loss_mask: NDArray[np.bool_]
 
 
-class _Limits(NamedTuple):
-    max_sequences: int | None
-    max_tokens: int | None
-
-
 class Export(StrEnum):
-    """Which sequences an episode becomes."""
+    """Which sequences an episode becomes; the names are AReaL's."""
 
     INDIVIDUAL = "individual"
-    """One a model call: its prompt and its reply."""
+    """One per model call: its prompt and its reply."""
     CONCAT = "concat"
-    """One in all: the conversation up to the last reply."""
+    """One per episode: the conversation up to the last reply."""
 
 
 def replay(
@@ -84,20 +79,20 @@ def replay(
     Episodes in which the model was never called are left out.
 
     Args:
-        think_tokens: filler thoughts a call, on average, for the template "think".
-        seed: of the filler.
-        max_sequences: a domain gives at most so many.
-        max_tokens: a domain ends before the sequence that would bring its tokens,
-            shared ones counted each time, above this.
-        context: the agent's prompt and tools, for a domain and a task id.
+        think_tokens: average filler tokens per call, for the template "think".
+        seed: seed of the filler.
+        max_sequences: maximum sequences per domain.
+        max_tokens: maximum tokens per domain, shared ones counted each time; the
+            sequence that would exceed it and all later ones are left out.
+        context: returns the agent's prompt and tools, for a domain and a task id.
 
     Raises:
         MissingTau2Error: tau2 is not installed, and `context` is the default.
         ValueError: an episode or the chat template is not as expected, a limit is not
             positive, or no sequence is left.
     """
-    limits = _Limits(max_sequences, max_tokens)
-    for name, limit in limits._asdict().items():
+    limits = (("max_sequences", max_sequences), ("max_tokens", max_tokens))
+    for name, limit in limits:
         if limit is not None and limit < 1:
             raise ValueError(f"{name}={limit}; expected at least 1")
     turn_tokenizer = TurnTokenizer(tokenizer, template, think_tokens, seed)
@@ -109,15 +104,16 @@ def replay(
             if trajectory.domain == domain
             for row in _rows(trajectory, turn_tokenizer, export, context)
         )
-        rows += _within(limits, candidates)
+        rows += _within(candidates, max_sequences, max_tokens)
     if not rows:
         raise ValueError("no model is called in these trajectories; nothing to replay")
     return _batch(rows)
 
 
-def _within(limits: _Limits, candidates: Iterable[_Row]) -> list[_Row]:
-    """The first of the candidates, as many as the limits allow."""
-    max_sequences, max_tokens = limits
+def _within(
+    candidates: Iterable[_Row], max_sequences: int | None, max_tokens: int | None
+) -> list[_Row]:
+    """Return the first of the candidates, as many as the limits allow."""
     rows: list[_Row] = []
     num_tokens = 0
     for row in candidates:
@@ -177,7 +173,10 @@ def _batch(rows: Sequence[_Row]) -> SequenceBatch:
 
 
 def _save_areal(batch: SequenceBatch, path: Path) -> None:
-    from recipes.tau2.areal_batch import areal_batch, save_areal_batch  # needs torch
+    from recipes.tau2.recorded.areal_batch import (  # needs torch
+        areal_batch,
+        save_areal_batch,
+    )
 
     save_areal_batch(areal_batch(batch), path)
 
@@ -193,32 +192,21 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m recipes.tau2.replay",
         description="Turn recorded tau2 episodes into token sequences with loss masks.",
     )
-    parser.add_argument(
-        "--trajectories", required=True, type=Path, help="JSONL, one episode a line"
-    )
-    parser.add_argument(
-        "--domain", nargs="+", choices=list(DOMAINS), help="default: all in the file"
-    )
-    parser.add_argument(
-        "--export", type=Export, choices=list(Export), default="individual"
-    )
-    parser.add_argument(
-        "--template", type=Template, choices=list(Template), default="plain"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--trajectories", required=True, type=Path, help="JSONL, one episode a line")
+    add("--domain", nargs="+", choices=list(DOMAINS), help="default: all in the file")
+    add("--export", type=Export, choices=list(Export), default="individual")
+    add("--template", type=Template, choices=list(Template), default="plain")
+    add(
         "--out",
         type=Path,
         help="file to write: .npz (flat arrays), or .safetensors (AReaL's batch)",
     )
-    parser.add_argument(
-        "--tokenizer", help="directory or hub name; default: Qwen3's, without a hub"
-    )
-    parser.add_argument(
-        "--think-tokens", type=int, default=200, help="a call, with --template think"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the filler thoughts")
-    parser.add_argument("--max-sequences", type=int, help="of a domain")
-    parser.add_argument("--max-tokens", type=int, help="of a domain's sequences in all")
+    add("--tokenizer", help="directory or hub name; default: Qwen3's, without a hub")
+    add("--think-tokens", type=int, default=200, help="a call, with --template think")
+    add("--seed", type=int, default=0, help="of the filler thoughts")
+    add("--max-sequences", type=int, help="of a domain")
+    add("--max-tokens", type=int, help="of a domain's sequences in all")
     return parser.parse_args(argv)
 
 

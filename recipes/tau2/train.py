@@ -1,6 +1,7 @@
 """Train a tau2 agent: ``python -m recipes.tau2.train --config tau2_smoke.yaml``.
 
-The same as `areal_dta.launch`, but says at once if tau2 is not installed.
+A module of its own because it is a command: `areal_dta.launch`, but it says at once if
+tau2 is not installed.
 """
 
 from __future__ import annotations

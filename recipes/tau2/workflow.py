@@ -1,17 +1,16 @@
 """The agent that AReaL's rollout workers run: one tau2 episode, one reward.
 
 AReaL starts an OpenAI proxy next to each rollout worker (`rollout.agent.mode: inline`),
-which records the tokens and logprobs of every model call of the episode. This class
-plays the episode through that proxy and returns its reward; AReaL exports the recorded
-calls as training sequences (`rollout.agent.export_style`) and hands the reward back
-from call to call (`rollout.agent.turn_discount`).
+which records the tokens and logprobs of every model call of the episode. `Tau2Workflow`
+plays the episode through that proxy and returns its reward. AReaL exports the recorded
+calls as training sequences (`rollout.agent.export_style`) and propagates the reward to
+earlier calls (`rollout.agent.turn_discount`).
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
-import threading
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -19,12 +18,11 @@ from typing import Any
 from recipes.chat import ChatClient, ChatOptions
 from recipes.replies import Problem
 from recipes.tau2.domains import find_domain
-from recipes.tau2.environments import EnvironmentPool
-from recipes.tau2.episode import Episode, run_episode
 from recipes.tau2.options import Tau2Options, UserOptions
-from recipes.tau2.players import limits, user_client, user_maker
-from recipes.tau2.policies import ChatPolicy
-from recipes.tau2.rewards import Reward, RewardPool
+from recipes.tau2.play.episode import Episode, run_episode, user_client, user_maker
+from recipes.tau2.play.policies import ChatPolicy
+from recipes.tau2.workers.environments import EnvironmentPool
+from recipes.tau2.workers.rewards import Reward, RewardPool
 
 _TERMINATIONS = (
     "user_stop",
@@ -35,12 +33,9 @@ _TERMINATIONS = (
 )
 _PROXY_REMEDY = "see proxy-rollout.log; the rollout server may have died"
 
-_pools: dict[tuple[int, float], RewardPool] = {}
-_pools_lock = threading.Lock()
-
 
 class Tau2Workflow:
-    """Plays episodes; an import string for AReaL's `workflow`."""
+    """Plays episodes; AReaL's `workflow` names it."""
 
     def __init__(
         self,
@@ -70,9 +65,10 @@ class Tau2Workflow:
         self._template = {"enable_thinking": enable_thinking}
 
     async def run(self, data: Mapping[str, Any], **proxy: Any) -> float:
-        """Play the episode of one row of the data set.
+        """Play the episode of one row of the dataset.
 
         Args:
+            data: `domain` and `task_id`.
             proxy: `base_url`, `api_key` and `http_client` of AReaL's proxy.
 
         Raises:
@@ -91,30 +87,33 @@ class Tau2Workflow:
             ChatClient(chat, "the rollout proxy", _PROXY_REMEDY, proxy["http_client"]),
             tool_choice="none",
         )
-        users = None
-        if options.user.kind == "llm" and not domain.solo:
-            users = user_client(options.user, proxy["http_client"])
+        users = user_client(domain, options.user, proxy["http_client"])
         episode = await run_episode(
             domain,
             data["task_id"],
             policy,
             user_maker(domain, options.user, users),
-            limits(options),
+            options,
             _environments(options.environment_processes),
         )
-        reward = await _pool(options).score(episode)
+        reward = await _pool(options).score(episode.scoring_request())
         _record(episode, reward)
         return reward.value
 
 
 def _pool(options: Tau2Options) -> RewardPool:
-    """One for all workflows of this process: AReaL makes a workflow a prompt."""
-    key = (options.reward_processes, options.reward_timeout_seconds)
-    with _pools_lock:
-        if key not in _pools:
-            _pools[key] = RewardPool(*key)
-            atexit.register(_pools[key].close)
-        return _pools[key]
+    """Return the pool that all workflows of this process share.
+
+    AReaL makes a workflow per prompt.
+    """
+    return _reward_pool(options.reward_processes, options.reward_timeout_seconds)
+
+
+@functools.cache
+def _reward_pool(num_processes: int, timeout_seconds: float) -> RewardPool:
+    pool = RewardPool(num_processes, timeout_seconds)
+    atexit.register(pool.close)
+    return pool
 
 
 @functools.cache

@@ -21,8 +21,7 @@ from torch import Tensor
 from areal_dta.areal_fixes.loopback import LOOPBACK_ENV
 from areal_dta.executor import ExecutorConfig, TreeExecutor
 from bench.models import build_model
-from bench.work import Work
-from bench.workloads import Workload
+from bench.workloads import Work, Workload
 
 WARM_UP_RUNS = 3  # that the cost model learns from
 Assignments = tuple[tuple[int, ...], ...]

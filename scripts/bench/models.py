@@ -1,4 +1,4 @@
-"""Models to measure on: Qwen3 shapes with random weights, so nothing is downloaded."""
+"""Models to measure: Qwen3 shapes with random weights, so nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -7,54 +7,26 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-_COMMON: dict[str, Any] = {
-    "tie_word_embeddings": True,
-    "max_position_embeddings": 40960,
-}
-# `20m` spends as much of its FLOPs on the vocabulary as Qwen3-0.6B does at the lengths
-# of tau2 (18 % and 17 % at 6,000 tokens), which is what loss positions only saves on.
+_FIELDS = (
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim"
+).split()
+# At the lengths of tau2, `20m` spends about the same share of its FLOPs on the
+# vocabulary as Qwen3-0.6B (18 % and 17 % at 6,000 tokens), which is what outputs at
+# loss positions only save.
 SHAPES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-    },
-    "20m": {
-        "vocab_size": 32768,
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 64,
-    },
-    "qwen3-0.6b": {
-        "vocab_size": 151936,
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
-    "qwen3-1.7b": {
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-    },
+    name: dict(zip(_FIELDS, sizes, strict=True))
+    for name, sizes in {
+        "tiny": (512, 64, 128, 2, 4, 2, 16),
+        "20m": (32768, 256, 768, 16, 4, 2, 64),
+        "qwen3-0.6b": (151936, 1024, 3072, 28, 16, 8, 128),
+        "qwen3-1.7b": (151936, 2048, 6144, 28, 16, 8, 128),
+    }.items()
 }
 
 
 def build_model(name: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
-    """A model of shape ``name`` in training mode, made on the device itself.
+    """Build a model of shape ``name`` in training mode, directly on the device.
 
     Raises:
         ValueError: no shape of that name.
@@ -62,7 +34,9 @@ def build_model(name: str, dtype: torch.dtype, device: torch.device, seed: int) 
     if name not in SHAPES:
         raise ValueError(f"model {name!r}; expected one of {', '.join(SHAPES)}")
     torch.manual_seed(seed)
-    config = Qwen3Config(**_COMMON, **SHAPES[name])
+    config = Qwen3Config(
+        **SHAPES[name], tie_word_embeddings=True, max_position_embeddings=40960
+    )
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="sdpa"

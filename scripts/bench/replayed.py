@@ -1,4 +1,4 @@
-"""Recorded tau2 episodes as workloads, where the recordings and tau2 are at hand."""
+"""Replays recorded tau2 episodes as workloads, if the recordings and tau2 exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TIMEOUT_SECONDS = 600
 
 
 def why_not_replayed() -> str | None:
-    """What is missing for a replay; None if nothing is."""
+    """Return what is missing for a replay; None if nothing is."""
     if not TRAJECTORIES.exists():
         return f"no {TRAJECTORIES.relative_to(ROOT.parent)}"
     for package in ("tau2", "qwen_agent"):  # the second holds the tokenizer's file

@@ -1,4 +1,4 @@
-"""What was measured, as Markdown and as plain data for JSON."""
+"""Reports measurements as Markdown and as plain data for JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import transformers
 
 import areal_dta
 from bench.measure import Measurement
-from bench.work import Work
+from bench.workloads import Work
 
 LEGEND = """\
 Seconds are for loss and gradients of the whole batch, tokens/s count sequence tokens,
@@ -29,7 +29,7 @@ by FLOPs; its blocks, tokens run and peak are those of the sample, longest inclu
 
 @dataclass(frozen=True, slots=True)
 class WorkloadReport:
-    """One table."""
+    """Report on one workload: one table."""
 
     name: str
     source: str
@@ -56,7 +56,7 @@ class WorkloadReport:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """With the derived numbers beside the raw ones."""
+        """Return plain data, with the derived numbers beside the raw ones."""
         data = asdict(self)
         for entry, m in zip(data["measurements"], self.measurements, strict=True):
             entry["median_seconds"] = m.median_seconds
@@ -67,7 +67,7 @@ class WorkloadReport:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Where this runs, and with which versions."""
+    """Return where this runs, and with which versions."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -86,7 +86,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def header(where: dict[str, Any], what: dict[str, Any]) -> str:
-    """``what`` is shown as it is: model, dtype, seed, repeats, budgets."""
+    """Format the header; ``what`` is shown as it is: model, dtype, seed, budgets."""
     versions = ", ".join(f"{name} {v}" for name, v in where["versions"].items())
     device = "" if where["device"] == "cpu" else f"{where['device']}, "
     options = ", ".join(f"{name} {value}" for name, value in what.items())
@@ -101,7 +101,7 @@ def header(where: dict[str, Any], what: dict[str, Any]) -> str:
 
 
 def workload_section(report: WorkloadReport) -> str:
-    """A headline with the counts of the workload, and its table."""
+    """Format a headline with the counts of the workload, and its table."""
     sharing = report.num_sequence_tokens / max(1, report.num_tree_tokens)
     loss_share = report.num_loss_tokens / max(1, report.num_sequence_tokens)
     lines = [

@@ -1,13 +1,13 @@
-"""The ways to take one gradient that are compared, behind one protocol.
+"""Variants: the ways to compute one gradient that are compared, behind one protocol.
 
 Each stands for systems in use, and each delivers what AReaL's actors need: logprobs
-that carry gradients, and entropies as plain values.
+with gradients, and entropies as plain values.
 
   dense       one sequence at a time
   dense_ckpt  the same with Hugging Face's activation checkpointing
-  leaf        sequences that are a prefix of another are read off that one
+  leaf        sequences that are a prefix of another are computed with that one
   packed      a whole tree in one call, with a mask (tree attention trainers)
-  dfs         one tree node a call, depth first, recomputing (arXiv 2602.00482)
+  dfs         one tree node per call, depth first, recomputing (arXiv 2602.00482)
   dta         this package: fragments, loss positions only
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor
 from areal_dta.schedule import FlopModel, NeededOutputs
-from bench.work import Work
+from bench.workloads import Work
 
 _ENTROPY_ROWS = 1024
 
@@ -43,20 +43,20 @@ class Variant(Protocol):
     name: str
 
     def run(self, work: Work) -> RunCounts:
-        """Loss and gradients of all of ``work``, into the model's ``.grad``."""
+        """Add the gradients of all of ``work`` to the model's ``.grad``."""
         ...
 
     def sample(self, work: Work, num_sequences: int) -> Work:
-        """Work to measure in place of ``work``; itself where that cannot be cut."""
+        """Return work to measure in place of ``work``; ``work`` if it cannot be cut."""
         ...
 
-    def least_flops(self, work: Work) -> float:
-        """FLOPs of computing once all that this variant computes."""
+    def min_flops(self, work: Work) -> float:
+        """Return the FLOPs of computing once all that this variant computes."""
         ...
 
 
 class PerSequence:
-    """Whole sequences, one call each."""
+    """Runs whole sequences, one call each."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class PerSequence:
         torch.stack(losses).sum().backward()
 
     def _groups(self, work: Work) -> list[list[int]]:
-        """Sequences computed together: the longest first, then its prefixes."""
+        """Group sequences computed together: the longest first, then its prefixes."""
         if not self._merge_prefixes:
             return [[i] for i in range(work.num_sequences)]
         nodes = work.tree.nodes
@@ -105,7 +105,7 @@ class PerSequence:
         return groups
 
     def sample(self, work: Work, num_sequences: int) -> Work:
-        """Of ``num_sequences`` lengths from the longest to the shortest."""
+        """Choose ``num_sequences`` lengths from the longest to the shortest."""
         groups = self._groups(work)
         if num_sequences >= len(groups):
             return work
@@ -114,12 +114,12 @@ class PerSequence:
         chosen = sorted({round(r) for r in np.linspace(0, last, num_sequences)})
         return work.subset(sorted(i for g in chosen for i in groups[g]))
 
-    def least_flops(self, work: Work) -> float:
+    def min_flops(self, work: Work) -> float:
         return self._flops.dense(len(work.tokens[g[0]]) for g in self._groups(work))
 
 
 class Packed:
-    """All tokens of a tree in one call: depths as positions, ancestors as the mask.
+    """Runs a whole tree in one call: depths as positions, ancestors as the mask.
 
     A workload of several unrelated trees takes one call each.
     """
@@ -145,8 +145,8 @@ class Packed:
         def on_device(arrays: list[np.ndarray]) -> Tensor:
             return torch.from_numpy(np.concatenate(arrays)).to(device)
 
+        # Mask: in depth-first order, a token's descendants are contiguous.
         num_tokens = sum(node.num_tokens for node in nodes)
-        # Depth-first order: a token's descendants are the tokens up to its last one.
         last = {node.index: node.first_token + node.num_tokens for node in nodes}
         for node in reversed(nodes):
             if node.parent >= 0:
@@ -154,6 +154,7 @@ class Packed:
         end_S = on_device(
             [np.full(node.num_tokens, last[node.index] - offset) for node in nodes]
         )
+        # Positions, tokens, and for each edge the row that predicts it.
         depth_S = on_device([np.arange(node.start, node.end) for node in nodes])
         tokens_S = on_device([node.tokens for node in nodes])
         parent_S = np.arange(-1, num_tokens - 1)
@@ -181,12 +182,12 @@ class Packed:
     def sample(self, work: Work, num_sequences: int) -> Work:
         return work
 
-    def least_flops(self, work: Work) -> float:
+    def min_flops(self, work: Work) -> float:
         return self._flops.tree(work.tree)
 
 
 class Tree:
-    """The executor, with logits at every position or where the loss needed."""
+    """The executor, with outputs at every position or at loss positions only."""
 
     def __init__(
         self, name: str, model: Any, config: ExecutorConfig, loss_positions_only: bool
@@ -206,7 +207,7 @@ class Tree:
     def sample(self, work: Work, num_sequences: int) -> Work:
         return work
 
-    def least_flops(self, work: Work) -> float:
+    def min_flops(self, work: Work) -> float:
         if not self._loss_positions_only:
             return self._flops.tree(work.tree)
         return self._flops.tree(
@@ -215,7 +216,7 @@ class Tree:
 
 
 def make_variant(name: str, model: Any, budgets: dict[str, Any]) -> Variant:
-    """The variant called ``name``.
+    """Build the variant called ``name``.
 
     Args:
         name: one of VARIANTS, or ``dta@BLOCK`` or ``dta@BLOCK/RETAIN`` to have several
@@ -237,7 +238,7 @@ def make_variant(name: str, model: Any, budgets: dict[str, Any]) -> Variant:
 
 
 def parse_budgets(block_tokens: str, retain_tokens: str) -> dict[str, Any]:
-    """Arguments of ExecutorConfig; ``auto`` leaves one to the executor.
+    """Parse arguments of ExecutorConfig; ``auto`` leaves one to the executor.
 
     Raises:
         ValueError: neither a number nor a word that is known.
@@ -253,7 +254,7 @@ def parse_budgets(block_tokens: str, retain_tokens: str) -> dict[str, Any]:
 
 
 def _dfs(model: Any) -> Variant:
-    # That method holds the logits of a whole node, so the chunk is as large as any.
+    # That method holds the logits of a whole node: one chunk, however large.
     config = ExecutorConfig(
         fragments="node", retain_tokens=0, logit_chunk_elements=2**62
     )
@@ -282,7 +283,7 @@ def _checkpointing(model: Any) -> Iterator[None]:
 def _outputs(
     logits_SV: Tensor, row_E: Tensor, label_E: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Logprob of each label in its row, and the entropy of each row (no gradient)."""
+    """Return the logprob of each label and the entropy of each row (no gradient)."""
     is_double = logits_SV.dtype == torch.float64
     logp_SV = (logits_SV if is_double else logits_SV.float()).log_softmax(-1)
     with torch.no_grad():
@@ -292,9 +293,13 @@ def _outputs(
 
 
 def _ancestor_mask(end_S: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive [1, 1, S, S]: 0 where a token sees another, -inf elsewhere. ``end_S`` is
-    one past each token's last descendant. Additive because sdpa would convert a
-    boolean one anew in each layer."""
+    """Build an additive mask [1, 1, S, S]: 0 where a token sees another, else -inf.
+
+    Additive because sdpa would convert a boolean mask again in every layer.
+
+    Args:
+        end_S: exclusive end of each token's subtree.
+    """
     at_S = torch.arange(len(end_S), device=end_S.device)
     hidden_SS = at_S[None, :] > at_S[:, None]
     hidden_SS |= at_S[:, None] >= end_S[None, :]

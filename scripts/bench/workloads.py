@@ -1,8 +1,8 @@
-"""What is trained on: batches of token sequences, and which of their outputs are read.
+"""Workloads: batches of token sequences, and the outputs that their loss reads.
 
-tau2 workloads come from replayed episodes (`.npz`) where there are any, else they are
-generated with the same shape: one sequence a model call, each the conversation so far
-behind a long system prompt, with loss on that call's completion alone.
+tau2 workloads come from replayed episodes (`.npz`) where there are any. Otherwise they
+are generated with the same shape: one sequence per model call, which holds the
+conversation so far behind a long system prompt, with loss on that call's completion.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from areal_dta.tree import PrefixTree
 
@@ -31,7 +33,7 @@ _THINK_TOKENS = (100, 300)
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A batch and the positions that its loss reads."""
+    """A batch of sequences, and which of their tokens carry loss."""
 
     name: str
     source: str
@@ -56,26 +58,75 @@ class Workload:
         )
 
 
+class Work:
+    """A workload on a device, with the loss that every variant takes.
+
+    The loss sums the logprobs of the loss tokens, times a random weight per sequence,
+    and divides by the number of loss tokens.
+    """
+
+    def __init__(
+        self, workload: Workload, weights: Sequence[float], device: torch.device
+    ) -> None:
+        self.workload = workload
+        self.weights = list(weights)
+        self.device = device
+        self.tree = PrefixTree.from_sequences(workload.sequences)
+        self.tokens = [torch.from_numpy(s).to(device) for s in workload.sequences]
+        self.positions: list[BoolArray] = [m[1:] for m in workload.loss_masks]
+        """Per sequence, [len - 1]: entry t says whether token t + 1 carries loss."""
+        self._loss_positions = [
+            torch.from_numpy(np.flatnonzero(p)).to(device) for p in self.positions
+        ]
+        self._scale = 1.0 / max(1, workload.num_loss_tokens)
+
+    @classmethod
+    def of(cls, workload: Workload, device: torch.device, seed: int) -> Work:
+        rng = np.random.default_rng(seed)
+        weights = rng.standard_normal(len(workload.sequences)).tolist()
+        return cls(workload, weights, device)
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(s) for s in self.workload.sequences]
+
+    def loss(self, index: int, logprobs: Tensor, entropy: Tensor) -> Tensor:
+        """Return the share of one sequence, from its logprobs [len - 1]."""
+        weight = self.weights[index] * self._scale
+        return logprobs[self._loss_positions[index]].sum() * weight
+
+    def subset(self, indices: Sequence[int]) -> Work:
+        """Return the work of some of the sequences, with their weights."""
+        if list(indices) == list(range(self.num_sequences)):
+            return self
+        weights = [self.weights[i] for i in indices]
+        return Work(self.workload.subset(indices), weights, self.device)
+
+
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large to make, or down to what to cut, a workload. None leaves it alone."""
+    """Size to make a workload, or to cut it to. None sets no limit."""
 
     vocab_size: int
     seed: int = 0
     path_tokens: int | None = None
-    """About the length of the longest sequence."""
+    """Approximate length of the longest sequence."""
     max_sequences: int = 16
     max_tokens: int | None = None
-    """Most sequence tokens; whole sequences are dropped from the end."""
+    """Maximum sequence tokens; whole sequences are dropped from the end."""
     template: str = "empty-think"
-    """Of tau2, see TEMPLATES."""
+    """One of TEMPLATES, for tau2."""
     prompt_tokens: int = 128
-    """Of ``grpo-short``."""
+    """For ``grpo-short``."""
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeShape:
-    """Token counts of an episode, as measured on tau2; ranges are inclusive."""
+    """Token counts of an episode, measured on tau2; ranges are inclusive."""
 
     system_tokens: int
     num_calls: int
@@ -100,7 +151,7 @@ NO_SHARING_SEQUENCES = 8
 
 
 def tau2(name: str, sizes: Sizes) -> Workload:
-    """Generated episodes behind one system prompt, as many as the sequences need."""
+    """Generate as many episodes behind one system prompt as the sequences need."""
     shape = EPISODES[name]
     rng = np.random.default_rng(sizes.seed)
     scale = (sizes.path_tokens or shape.mean_path_tokens) / shape.mean_path_tokens
@@ -110,7 +161,7 @@ def tau2(name: str, sizes: Sizes) -> Workload:
         return _random_tokens(rng, max(1, num_tokens), sizes.vocab_size)
 
     def think() -> tuple[TokenArray, int]:
-        """Tokens before a completion, and how many of them carry loss."""
+        """Return the tokens before a completion, and how many of them carry loss."""
         if sizes.template == "plain":
             return np.empty(0, np.int64), 0
         if sizes.template == "empty-think":
@@ -134,7 +185,7 @@ def tau2(name: str, sizes: Sizes) -> Workload:
 
 
 def grpo_short(answer_tokens: int, sizes: Sizes) -> Workload:
-    """One prompt and 16 answers of ``answer_tokens``, all of which carry loss."""
+    """Generate one prompt and 16 answers, which carry the loss."""
     rng = np.random.default_rng(sizes.seed)
     prompt = _random_tokens(rng, sizes.prompt_tokens, sizes.vocab_size)
     answers = [
@@ -149,7 +200,7 @@ def grpo_short(answer_tokens: int, sizes: Sizes) -> Workload:
 
 
 def no_sharing(sizes: Sizes) -> Workload:
-    """Unrelated sequences with loss everywhere: nothing for a tree to save."""
+    """Generate unrelated sequences with loss everywhere: a tree saves nothing."""
     rng = np.random.default_rng(sizes.seed)
     longest = sizes.path_tokens or 1024
     sequences, masks = [], []
@@ -163,7 +214,7 @@ def no_sharing(sizes: Sizes) -> Workload:
 
 
 def load(name: str, path: Path, sizes: Sizes) -> Workload:
-    """Replayed episodes: flat ``tokens``, ``offsets`` [n + 1], ``loss_mask``.
+    """Read replayed episodes: flat ``tokens``, ``offsets`` [n + 1], ``loss_mask``.
 
     Ids beyond the model's vocabulary are renumbered (equal stays equal).
 
@@ -197,7 +248,7 @@ def load(name: str, path: Path, sizes: Sizes) -> Workload:
 
 
 def limited(workload: Workload, sizes: Sizes) -> Workload:
-    """The first sequences, at least one, within the limits of ``sizes``."""
+    """Keep the first sequences, at least one, within the limits of ``sizes``."""
     num_sequences = min(len(workload.sequences), sizes.max_sequences)
     if sizes.max_tokens is not None:
         ends = np.cumsum([len(s) for s in workload.sequences])
@@ -207,9 +258,9 @@ def limited(workload: Workload, sizes: Sizes) -> Workload:
 
 
 def thinned(workload: Workload, path_tokens: int) -> Workload:
-    """Shorter paths in a tree of the same shape: of each node only every n-th token.
+    """Shorten the paths, not the shape of the tree: keep every n-th token of a node.
 
-    The share of loss tokens stays about the same, and so does that of each node.
+    The shares of loss tokens and of each node stay about the same.
     """
     longest = max(map(len, workload.sequences))
     if longest <= path_tokens:
@@ -231,7 +282,7 @@ def thinned(workload: Workload, path_tokens: int) -> Workload:
 
 
 def renumbered(workload: Workload, vocab_size: int) -> Workload:
-    """The same sequences with ids below ``vocab_size``.
+    """Map the sequences to ids below ``vocab_size``.
 
     Raises:
         ValueError: there are more distinct tokens than that.
@@ -253,9 +304,9 @@ def renumbered(workload: Workload, vocab_size: int) -> Workload:
 def make_workloads(
     name: str, sizes: Sizes, answer_tokens: Sequence[int], data: Path | None
 ) -> list[Workload]:
-    """The workloads called ``name``: ``grpo-short`` is one for each answer length.
+    """Make the workloads called ``name``: ``grpo-short`` has one per answer length.
 
-    ``data`` is a folder in which ``<name>.npz`` is looked for; else it is generated.
+    Reads ``<name>.npz`` in the folder ``data`` if it is there, else generates.
 
     Raises:
         ValueError: no workload of that name, or a file that cannot be read.

@@ -1,1 +1,1 @@
-"""What only builds the embedded model: corpus, tokenizer, evaluation."""
+"""Builds the embedded model: corpus, tokenizer, evaluation. Not part of the wheel."""

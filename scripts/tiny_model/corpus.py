@@ -1,12 +1,12 @@
 """Chat conversations that the tiny model is trained on before any reinforcement.
 
 A conversation is a worked problem: plain, with a system prompt, or with calculator
-calls. Some are made faulty on purpose. The faults give reinforcement something to
-mend within minutes, and each is wrong for the reward too, not only in style:
+calls. Some are faulty on purpose, so that reinforcement has something to mend within
+minutes. Each fault costs reward, not only style:
 
-- `Fault.FORMAT`: right steps, but nothing after ``####``, hence no answer at all.
-- `Fault.NO_STEPS`: the answer at once. It is the right one in the text, but a model
-  this small cannot compute two steps in its head, so it learns to guess.
+- `Fault.FORMAT`: correct steps, but nothing after ``####``, hence no answer at all.
+- `Fault.NO_STEPS`: the answer without steps. In the text it is correct, but a model
+  this small cannot compute two steps at once, so it learns to guess.
 - `Fault.LAST_STEP`: a wrong operator or a slip in the last step.
 
 The calculator's counterparts are a call in broken JSON, an answer guessed without a
@@ -36,7 +36,7 @@ _SYSTEM_SENTENCES = (
     "Answer the question of the user.",
     "Be short and precise.",
 )
-# About as often as in English, so that noise words are split into tokens like words.
+# Letters as frequent as in English, so that noise is split into tokens like words.
 _LETTERS = "eeeetttaaaooiinnsshhrrddllcummwfgypbvk"
 _TOOL_SENTENCE = "Use the calculator for each step."
 
@@ -50,7 +50,7 @@ class Fault(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Shares of what a training stage sees; those of `faults` add up to one."""
+    """Shares of conversations in a training stage; those of `faults` add up to one."""
 
     system_share: float
     tool_share: float
@@ -59,7 +59,7 @@ class Mix:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages with the assistant's turns, and the tools announced to it."""
+    """Messages, the assistant's among them, and the tools that it is offered."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -81,7 +81,7 @@ def sample_conversation(rng: random.Random, problem: Problem, mix: Mix) -> Conve
 
 
 def plain_answer(rng: random.Random, problem: Problem, fault: Fault) -> str:
-    """The assistant's text, right or with `fault`."""
+    """Return the assistant's text, correct or with `fault`."""
     match fault:
         case Fault.NONE:
             return problem.solution
@@ -95,7 +95,7 @@ def plain_answer(rng: random.Random, problem: Problem, fault: Fault) -> str:
 
 
 def _wrong_last_step(rng: random.Random, step: Step) -> tuple[str, int]:
-    """The text and the result of a miscalculated `step`."""
+    """Return the text and the result of a miscalculated `step`."""
     if rng.random() < 0.5:
         wrong = _with_wrong_operator(rng, step)
         return str(wrong), wrong.result
@@ -110,31 +110,32 @@ def _with_wrong_operator(rng: random.Random, step: Step) -> Step:
 
 
 def _tool_messages(rng: random.Random, problem: Problem, fault: Fault) -> list[Message]:
-    """Assistant and tool turns that answer with the calculator."""
+    """Return the assistant and tool turns that solve `problem` by calculator."""
     if fault is Fault.NO_STEPS:
         return [_assistant(f"#### {problem.result}")]
     *steps, last = problem.steps
     messages: list[Message] = []
     for step in steps:
-        messages += _call(tool_call_text({"expression": step.expression}), step)
+        messages += _call(step)
     if fault is Fault.FORMAT:
         broken = tool_call_text({"expression": last.expression}).replace("}}", "}")
         messages += [_assistant(broken), _tool("error"), _assistant("####")]
         return messages
     if fault is Fault.LAST_STEP:
         last = _with_wrong_operator(rng, last)
-    messages += _call(tool_call_text({"expression": last.expression}), last)
+    messages += _call(last)
     messages.append(_assistant(f"#### {last.result}"))
     return messages
 
 
-def _call(text: str, step: Step) -> list[Message]:
+def _call(step: Step) -> list[Message]:
+    text = tool_call_text({"expression": step.expression})
     return [_assistant(text), _tool(str(evaluate(step.expression)))]
 
 
 def _system_message(rng: random.Random) -> Message:
-    # A model that only saw known prompts is lost with one of another wording. So some
-    # prompts are put together anew each time, and some are noise to be read over.
+    # A model that only saw a few prompts fails with others. So some prompts are
+    # composed anew each time, and some are noise to be ignored.
     kind = rng.random()
     if kind < 0.25:
         return {"role": "system", "content": SYSTEM_PROMPT}

@@ -1,4 +1,4 @@
-"""Accuracy of a small model on generated problems, with and without the calculator."""
+"""Measures a small model on generated problems, with and without the calculator."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from areal_dta.embedded import SYSTEM_PROMPT
 from areal_dta.embedded.calculator import CALCULATOR_TOOL, evaluate
 from areal_dta.embedded.problems import Problem, iter_problems
-
-Message = dict[str, str]
+from tiny_model.corpus import Message
 
 _MAX_NEW_TOKENS = 48
 _MAX_TURNS = 6
 _BATCH_SIZE = 64
 _TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 _FINAL_ANSWER = re.compile(r"#### (\d+)\Z")
-# Test problems for evaluation, drawn with a seed of their own.
+# Evaluation draws its test problems with a seed of its own.
 _SEED_OFFSET = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How the problems are put to the model."""
+    """How the problems are presented to the model."""
 
     name: str
     system: str | None = None
@@ -52,7 +51,7 @@ def generate(
     tools: tuple[dict[str, Any], ...] = (),
     temperature: float = 1.0,
 ) -> list[str]:
-    """The next assistant turn of each chat; temperature 0 is greedy."""
+    """Generate the next assistant turn of each chat; temperature 0 is greedy."""
     prompts = [
         tokenizer.apply_chat_template(
             chat, tools=list(tools) or None, add_generation_prompt=True, tokenize=False
@@ -90,7 +89,7 @@ def answer(
     setting: Setting,
     temperature: float,
 ) -> list[list[Message]]:
-    """The chats, tool calls answered, up to the last assistant turn."""
+    """Return the finished chats, with tool calls answered."""
     system = [] if setting.system is None else [("system", setting.system)]
     chats = [
         [{"role": r, "content": c} for r, c in [*system, ("user", question)]]
@@ -120,7 +119,7 @@ def _tool_result(call: str) -> str:
 
 
 def is_right(problem: Problem, chat: list[Message]) -> bool:
-    """Whether the last turn ends in the right ``#### N``."""
+    """Return whether the last turn ends in the correct ``#### N``."""
     final = _FINAL_ANSWER.search(chat[-1]["content"])
     return final is not None and int(final[1]) == problem.result
 
@@ -132,7 +131,7 @@ def accuracy_table(
     seed: int,
     settings: Sequence[Setting] = SETTINGS,
 ) -> str:
-    """A Markdown table of accuracies on test problems, sampled and greedy."""
+    """Format a Markdown table of accuracies on test problems, sampled and greedy."""
     was_training = model.training
     model.eval()
     stream = iter_problems(_SEED_OFFSET + seed, "test")

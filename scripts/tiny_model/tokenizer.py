@@ -34,8 +34,7 @@ CHAT_TEMPLATE_FILE = Path(__file__).with_name("chat_template.jinja")
 def train_tokenizer(conversations: Iterable[Conversation]) -> PreTrainedTokenizerFast:
     """Train on `conversations`; any other text is encoded without loss, byte by byte.
 
-    Digits are always tokens of their own, which is what makes column arithmetic
-    learnable.
+    Each digit is a token of its own, which makes column arithmetic learnable.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -65,7 +64,7 @@ def train_tokenizer(conversations: Iterable[Conversation]) -> PreTrainedTokenize
 
 
 def _texts(conversations: Iterable[Conversation]) -> Iterator[str]:
-    """Role names and contents, without what is a token of its own anyway."""
+    """Generate role names and contents, without texts that are tokens anyway."""
     markup = re.compile("|".join(map(re.escape, _MARKUP_TOKENS)))
     for conversation in conversations:
         for message in conversation.messages:
@@ -76,7 +75,7 @@ def _texts(conversations: Iterable[Conversation]) -> Iterator[str]:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Save in the form that Transformers 4 and 5 both load."""
+    """Save in the form that both Transformers 4 and 5 load."""
     tokenizer.save_pretrained(directory)
     # Transformers 5 names its own backend class here, which version 4 does not know.
     path = directory / "tokenizer_config.json"

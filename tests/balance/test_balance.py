@@ -94,10 +94,10 @@ def airline():
         pytest.skip("needs the shared data and the extra tau2")
     if not find_spec("qwen_agent"):
         pytest.skip("needs the tokenizer's file, which qwen_agent has")
-    from recipes.tau2.qwen_tokenizer import load_tokenizer
+    from recipes.tau2.recorded.qwen_tokenizer import load_tokenizer
+    from recipes.tau2.recorded.trajectories import read_trajectories
+    from recipes.tau2.recorded.turns import Template
     from recipes.tau2.replay import replay
-    from recipes.tau2.trajectories import read_trajectories
-    from recipes.tau2.turns import Template
 
     batch = replay(
         read_trajectories(TRAJECTORIES, ["airline"]),

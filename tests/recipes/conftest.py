@@ -4,7 +4,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from recipes.tau2.qwen_tokenizer import CHAT_TEMPLATE_FILE, build_qwen_tokenizer
+from recipes.tau2.recorded.qwen_tokenizer import (
+    CHAT_TEMPLATE_FILE,
+    build_qwen_tokenizer,
+)
 
 CONTROL_TOKENS = ("<|im_start|>", "<|im_end|>", "<think>", "</think>")
 

@@ -244,7 +244,7 @@ def test_dfs_runs_one_node_a_call_and_again_where_it_forks(model):
 def test_bounds_follow_from_what_is_computed(model):
     work = work_of("tau2-airline")
     flops = FlopModel.from_config(model.config)
-    least = {n: make_variant(n, model, {}).least_flops(work) for n in VARIANTS}
+    least = {n: make_variant(n, model, {}).min_flops(work) for n in VARIANTS}
     bounds = {name: least["dense"] / least[name] for name in VARIANTS}
     needed = NeededOutputs.logprobs_at(work.tree, work.positions)
     assert bounds["packed"] == bounds["dfs"] == flops.bound(work.tree)

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from bench.measure import Bench
-from bench.memory import LiveBytes, peak_bytes
+from bench.measure import Bench, LiveBytes, peak_bytes
 from bench.models import build_model
 from bench.variants import make_variant
 from bench.workloads import Sizes

@@ -2,8 +2,7 @@
 
 import numpy as np
 import torch
-from bench.work import Work
-from bench.workloads import Sizes, Workload, make_workloads
+from bench.workloads import Sizes, Work, Workload, make_workloads
 
 CPU = torch.device("cpu")
 SIZES = Sizes(vocab_size=512, path_tokens=150, prompt_tokens=10)

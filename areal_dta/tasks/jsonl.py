@@ -1,0 +1,47 @@
+"""Reads JSON Lines files, with the file and the line in every error.
+
+A module of its own, without AReaL or torch: tasks and recipes read through it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def read_jsonl(path: str | Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    r"""Iterate over the objects of a file, lazily.
+
+    Lines end at ``\n``; blank ones are skipped.
+
+    Args:
+        expected: what errors say that a line should be.
+
+    Yields:
+        The number of the line, from 1, and its object.
+
+    Raises:
+        ValueError: the file cannot be read, or a line is not UTF-8, not JSON, or not an
+            object.
+    """
+    try:
+        file = open(path, "rb")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    with file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            where = f"{path}, line {number}"
+            try:
+                row = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{where}: not UTF-8 text; {expected}.") from error
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{where}: not JSON ({error}); {expected}.") from error
+            if not isinstance(row, dict):
+                got = type(row).__name__
+                raise ValueError(f"{where}: got a JSON {got}; {expected}.")
+            yield number, row

@@ -1,0 +1,1 @@
+"""Play episodes: the agent, its policies, the simulated users, and the loop."""

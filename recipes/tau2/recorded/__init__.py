@@ -1,0 +1,1 @@
+"""Recorded episodes, and the token sequences that they become."""

@@ -1,0 +1,1 @@
+"""Child processes that score episodes and hold large environments."""
