@@ -26,7 +26,7 @@ _THINKING = re.compile(r"\A\s*(?:<think>)?.*?</think>\s*", re.DOTALL)
 
 
 class Problem(StrEnum):
-    """Why a reply cannot be acted on. Each ends the episode, and is counted."""
+    """Reasons why a reply cannot be acted on. Each ends the episode and is counted."""
 
     EMPTY = "empty_message"
     BROKEN_CALL = "broken_tool_call"
@@ -112,7 +112,7 @@ def _call(name: Any, arguments: Any, call_id: str = "") -> Call:
 
 
 def _object(value: Any, shown: str) -> dict[str, Any]:
-    """Parse `value` if it is text, as OpenAI's API has arguments; demand an object."""
+    """Return `value`, parsed if it is JSON text, as an object."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

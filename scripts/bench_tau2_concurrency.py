@@ -110,7 +110,7 @@ async def _tick(delays: list[float]) -> None:
 
 
 def serve(latency_seconds: float) -> None:
-    """The stub server; prints its port, and ends with its parent."""
+    """Run the stub server; it prints its port, and ends with its parent."""
 
     async def answer(request: web.Request) -> web.Response:
         await request.json()

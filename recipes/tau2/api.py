@@ -1,4 +1,4 @@
-"""The parts of tau2 that the recipe uses, imported quietly and without the network.
+"""The one module that imports tau2's names, so that all is quiet and without network.
 
 Importing this takes about ten seconds where tau2 is not loaded yet.
 

@@ -195,7 +195,7 @@ def _solo_context(domain: Domain, task_id: str) -> AgentContext:
 
 @functools.cache
 def _solo_policy_and_tools(domain: Domain) -> tuple[str, tuple[dict[str, Any], ...]]:
-    """The same for all tasks; cached: making the schemas of 44 tools takes a while."""
+    """Return what all tasks share. Cached: the schemas of 44 tools take a while."""
     from tau2.agent.llm_agent import LLMSoloAgent
     from tau2.registry import registry
 

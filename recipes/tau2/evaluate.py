@@ -1,4 +1,4 @@
-"""Play a split of a tau2 domain and report pass^1..k, the do-nothing floor beside it.
+"""Play a split of a tau2 domain and report pass^1..k and the floor of doing nothing.
 
     python -m recipes.tau2.evaluate --domain telecom_solo --split test --trials 4 \
         --policy http://127.0.0.1:8000/v1 --model Qwen3-1.7B

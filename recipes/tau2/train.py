@@ -1,7 +1,8 @@
-"""Train a tau2 agent: ``python -m recipes.tau2.train --config tau2_smoke.yaml``.
+"""The command `python -m recipes.tau2.train`, hence a module of its own.
 
-A module of its own because it is a command: `areal_dta.launch`, but it says at once if
-tau2 is not installed.
+Like `areal_dta.launch`, but says at once if tau2 is not installed:
+
+    python -m recipes.tau2.train --config tau2_smoke.yaml
 """
 
 from __future__ import annotations

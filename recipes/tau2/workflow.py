@@ -124,7 +124,7 @@ def _environments(num_processes: int) -> EnvironmentPool:
 
 
 def episode_statistics(episode: Episode, reward: Reward) -> dict[str, float]:
-    """What is logged of an episode; always the same keys, so that means are shares."""
+    """Return what is logged per episode; the same keys always, so means are shares."""
     return {
         "tau2/turns": float(episode.num_turns),
         "tau2/tool_errors": float(episode.num_tool_errors),
@@ -158,7 +158,7 @@ def _record(episode: Episode, reward: Reward) -> None:
 def workflow_kwargs(
     options: Tau2Options, gconfig: Any, enable_thinking: bool
 ) -> dict[str, Any]:
-    """Arguments of `Tau2Workflow`, as plain values: workers make it."""
+    """Return the arguments of `Tau2Workflow` as plain values, to send to workers."""
     return {
         "options": asdict(options),
         "temperature": 0.0 if gconfig.greedy else gconfig.temperature,

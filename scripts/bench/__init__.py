@@ -1,1 +1,1 @@
-"""What scripts/bench_executor.py is made of: workloads, variants, measuring, table."""
+"""Parts of the benchmarks: workloads, variants, measuring, tables."""

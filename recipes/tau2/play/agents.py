@@ -42,12 +42,12 @@ Incoming: TypeAlias = UserMessage | ToolMessage | MultiToolMessage | None
 
 
 class PreparedMessage:
-    """Mixin; list it before tau2's class. Returns the message that was prepared."""
+    """Mixin; list it before tau2's class so that its hooks win."""
 
     _pending: Any = None
 
     def generate_next_message(self, message: Any, state: Any) -> tuple[Any, Any]:
-        """tau2's hook."""
+        """tau2's hook: return the message that was prepared."""
         pending, self._pending = self._pending, None
         assert pending is not None, "prepare() was not awaited"
         return pending, state

@@ -37,7 +37,7 @@ class Trajectory:
 def read_trajectories(
     path: str | Path, domains: Collection[str] | None = None
 ) -> list[Trajectory]:
-    """Read the episodes of some domains (all if None), in the order of the file.
+    """Read the episodes of some domains, or of all, in the order of the file.
 
     Raises:
         ValueError: the file cannot be read, a line is not an episode, or none belongs
