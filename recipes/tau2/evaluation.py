@@ -84,7 +84,8 @@ async def play(
         ServerError: a model's server failed.
     """
     gate = asyncio.Semaphore(settings.concurrency)
-    client = users = None
+    client: ChatClient | None = None
+    users: ChatClient | None = None
     if settings.chat is not None:
         remedy = "start that server, or name another with --policy"
         client = ChatClient(settings.chat, "the policy", remedy)
