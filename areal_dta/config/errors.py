@@ -1,4 +1,4 @@
-"""What a user reads when a command or a configuration cannot work."""
+"""Errors in commands and configurations. (Separate module: a light import.)"""
 
 from __future__ import annotations
 

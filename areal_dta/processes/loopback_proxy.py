@@ -1,4 +1,4 @@
-"""The agent proxy on loopback: ``python -m areal_dta.processes.loopback_proxy``."""
+"""The agent proxy on loopback. (Separate module: run with ``python -m``.)"""
 
 from areal_dta.areal_fixes.agent_proxy import main
 

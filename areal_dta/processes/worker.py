@@ -1,4 +1,4 @@
-"""AReaL's RPC worker on loopback only: ``python -m areal_dta.processes.worker``."""
+"""AReaL's RPC worker on loopback only. (Separate module: run with ``python -m``.)"""
 
 from __future__ import annotations
 

@@ -277,13 +277,3 @@ def test_controller() -> None:
     assert controller.inf_engine is LocalEngine
     with pytest.raises(ValueError, match="v1 controller"):
         LocalEngine.as_controller(engine_config(_version="v2"), scheduler=None)
-
-
-def test_imports_stay_light() -> None:
-    code = (
-        "import sys, areal_dta.rollout_server.server\n"
-        "assert 'torch' not in sys.modules, 'options and process'\n"
-        "import areal_dta.rollout_server.build\n"
-        "assert 'areal' not in sys.modules, 'server'\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=TIMEOUT)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from areal_dta.config.errors import ConfigError, did_you_mean
 from areal_dta.startup.compose import compose, find_config, project_config_dir, run_dir
-from tests.end_to_end.running import launch_env
 
 MAIN = project_config_dir() / "gsm8k_grpo.yaml"
 
@@ -19,17 +16,6 @@ MAIN = project_config_dir() / "gsm8k_grpo.yaml"
 def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def test_importing_it_is_light() -> None:
-    code = (
-        "import sys, areal_dta.launch, areal_dta.processes.supervisor; "
-        "print([m for m in ('torch', 'areal', 'matplotlib') if m in sys.modules])"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], env=launch_env(), capture_output=True, text=True
-    )
-    assert result.stdout.strip() == "[]", result.stderr
 
 
 @pytest.mark.parametrize("name", ["gsm8k_grpo.yaml", "gsm8k_grpo"])
