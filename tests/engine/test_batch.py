@@ -6,7 +6,6 @@ from areal.api.cli_args import MicroBatchSpec
 from areal.engine.fsdp_engine import FSDPEngine
 
 from areal_dta.engine.batch import load_batch, pad_to_labels
-from areal_dta.engine.placeholder_rows import placeholder_rows, template_of
 from tests.engine.builders import actor_config, build_engine, grpo_batch
 
 CPU = torch.device("cpu")
@@ -95,17 +94,3 @@ def test_labels_are_padded_to_tokens():
     values = [torch.tensor([1.0, 2.0]), torch.zeros(0), torch.tensor([3.0])]
     assert pad_to_labels(values, [3, 1, 2]).tolist() == [1, 2, 0, 0, 3, 0]
     assert pad_to_labels([torch.zeros(0)], [0]).tolist() == []
-
-
-def test_placeholder_rows_have_their_peers_keys():
-    batch = load_batch(
-        grpo_batch() | {"weight": torch.ones(6), "scale": 0.5}, MicroBatchSpec()
-    )
-    rows = placeholder_rows(template_of(batch.rows), num_rows=2)
-    assert rows.keys() == batch.rows.keys()
-    assert rows["attention_mask"].all() and rows["attention_mask"].shape == (2, 1)
-    for key, value in rows.items():
-        if torch.is_tensor(value):
-            assert len(value) == 2 and value.dtype == batch.rows[key].dtype
-    assert not rows["advantages"].any() and rows["scale"] == 0.5
-    assert template_of({}) is None
