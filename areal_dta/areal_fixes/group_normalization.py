@@ -129,6 +129,7 @@ class ItemNormalization(CollectiveNormalization):
         batch = {"all_reduce": True, "reduce_group": group, **options}
         item = {"all_reduce": False, "reduce_group": None, **options}
         leave_out, unbiased = self.mean_leave1out, self.std_unbiased
+        # the mean, over the batch or per item
         mean, std = torch.zeros_like(x), torch.ones_like(x)
         if self.mean_level == "batch":
             found = self._compute_mean(x, mask, leave_one_out=leave_out, **batch)
@@ -142,6 +143,7 @@ class ItemNormalization(CollectiveNormalization):
                     x[rows], of_item, leave_one_out=leave_out, **item
                 )
                 mean[rows] = found.expand_as(x[rows]).to(mean.dtype)
+        # the spread, likewise
         if self.std_level == "batch":
             found = self._compute_std(x, mask, mean, unbiased=unbiased, **batch)
             std = found.expand_as(x)

@@ -171,6 +171,7 @@ def needed_outputs(
     assert is_critic or not rule.last, "a last token has no logprob"
     if not batch.num_rows:
         return []
+    # outputs at the loss mask, shifted where it belongs to tokens; then the last ones
     masks = [np.zeros(batch.lengths[row] - num_fewer, dtype=bool) for row in row_of]
     if rule.mask is not None:
         mask_BS = batch.rows.get("loss_mask")
@@ -203,6 +204,7 @@ def _right_padded_lengths(mask_BS: torch.Tensor) -> list[int]:
 
 def _allocate(lengths: list[int], mb_spec: MicroBatchSpec) -> list[list[int]]:
     """Return the rows per micro-batch; ``granularity`` neighbours stay together."""
+    # groups of rows that stay together, and their tokens
     size = mb_spec.granularity
     if len(lengths) % size:
         raise ValueError(

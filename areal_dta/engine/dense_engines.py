@@ -128,6 +128,7 @@ class DenseEngine(FSDPEngine):
             n_mbs=min(self.config.mb_spec.n_mbs or 1, len(lengths)),
             max_tokens_per_mb=limit,
         )
+        # the number of micro-batches: on every rank that of the rank with the most
         counts: list[Any] = [None] * dist.get_world_size(self.cpu_group)
         own = len(allocate_balanced_mbs(spec, lengths))
         wanted = max(own, self.config.mb_spec.n_mbs or 1)
@@ -135,6 +136,7 @@ class DenseEngine(FSDPEngine):
         num_missing = max(counts) - len(lengths)
         if num_missing <= 0:
             return rows
+        # append placeholders; values that they have no key for stay as they are
         template = template_of(rows)
         assert template is not None
         # two tokens: AReaL's critic squeezes a width of one away

@@ -168,6 +168,7 @@ class DTAEngine(FSDPEngine):
         In the ``batch`` scope it is called as AReaL calls it, once per micro-batch.
         """
         self._ensure_ready()
+        # the rows of this rank, their loss and their tree
         loss_fn = self.wrap_loss(loss_fn, input_)
         scope = choose_scope(traits_of(loss_fn), option(self.config, "loss_scope"))
         self.optimizer_zero_grad()
@@ -229,6 +230,7 @@ class DTAEngine(FSDPEngine):
         if not batch.num_rows:
             empty = torch.zeros((0, 0), dtype=torch.float32, device=self.device)
             return empty if batch.meta is None else [empty] * batch.meta.n_trajs
+        # per micro-batch, packed, as AReaL's helper wants them
         nothing = torch.zeros(0, dtype=torch.float32, device=self.device)
         found = dict(zip(row_of, channels[0], strict=True))
         outputs = [

@@ -186,6 +186,7 @@ class MicroBatchLoss:
             rows: indices of the rows whose loss is wanted.
             outputs: logprobs and entropies, or values; one tensor per row in each.
         """
+        # the rows of this call, per micro-batch
         total = torch.zeros((), device=self._device)
         at = {row: i for i, row in enumerate(rows)}
         parts: dict[int, list[int]] = defaultdict(list)
@@ -196,6 +197,7 @@ class MicroBatchLoss:
                 continue
             if self._whole:  # also rows without tokens, which are in no tree
                 chosen = self.batch.micro_batches[mb]
+            # the loss, without a graph if it has no weight
             mb_input = self.batch.pack(chosen, self._device)
             weight = float(self._weight_fn(mb_input))
             with (

@@ -111,6 +111,7 @@ def check_model(hf_config: Any, config: Any) -> list[str]:
     from areal_dta.executor.telemetry import RouterLoad
     from areal_dta.tree import PrefixTree
 
+    # build the modules, without memory for weights
     hf_config = copy.deepcopy(hf_config)
     auto: Any = AutoModelForCausalLM
     if config.is_critic:
@@ -120,6 +121,7 @@ def check_model(hf_config: Any, config: Any) -> list[str]:
     check_model_supported(model, training=False)
     if option(config, "router_load"):
         RouterLoad(model, PrefixTree.from_sequences([]))  # raises if there are none
+    # dropout, named by the configuration or by the modules
     found = [
         f"{name}={getattr(hf_config, name)}"
         for name in _DROPOUT_FIELDS

@@ -194,6 +194,7 @@ class TreeRunner:
         longest = max(map(tree.sequence_length, range(tree.num_sequences)), default=0)
         if longest <= self._planned_path:
             return
+        # the range of block sizes, and the memory that is left for a pass
         executor = self.executor
         device = next(executor.model.parameters()).device
         largest, smallest = MAX_BLOCK_TOKENS.get(device.type, 512), MIN_BLOCK_TOKENS
@@ -201,6 +202,7 @@ class TreeRunner:
             largest = smallest = executor.config.block_tokens
         num_processes = dist.get_world_size(self._group)
         usable = usable_memory(device, num_processes) - self._pending_bytes()
+        # the fastest budgets that are predicted to fit
         budgets = choose_budgets(
             self._memory_model(), usable, longest, largest, smallest
         )

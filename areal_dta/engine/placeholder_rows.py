@@ -72,6 +72,7 @@ def call_with_some_rows(
         call: the method; takes a list of items (padded tensors [rows, width, ...]).
         num_rows: number of placeholder rows: what ``call`` cannot do without.
     """
+    # what the rows of the peers look like
     peers: list[Template | None] = [None] * dist.get_world_size(engine.cpu_group)
     own = template_of(items[0]) if items else None
     dist.all_gather_object(peers, own, group=engine.cpu_group)
@@ -103,6 +104,7 @@ def load_together(
         ValueError: as `load_batch`.
         PeerFailure: another rank could not load its rows.
     """
+    # load, and tell the peers whether that worked
     error = None
     batch = RankBatch({}, [], [], None)
     try:
@@ -116,6 +118,7 @@ def load_together(
     failed = [rank for rank, (is_good, _) in enumerate(peers) if not is_good]
     if failed:
         raise PeerFailure(f"ranks {failed} could not load their rows; see their logs")
+    # rows to call a loss on, if this rank has none and a peer has
     template = next((rows for _, rows in peers if rows), None)
     if batch.num_rows or template is None:
         return batch, None

@@ -63,11 +63,13 @@ class RowDispatch(FSDPEngine):
         Returns:
             The items without the keys that are left as they are.
         """
+        # whole items, the first as wide as the whole batch
         joined = [join_pieces(item) for item in items]
         shapes = [tuple(item["attention_mask"].shape) for item in joined]
         if joined:
             joined[0] = widen(joined[0], width)
         done = self.compute_advantages(joined)
+        # back to each item's own width, with the keys that are new
         results = []
         for item, (num_rows, own_width) in zip(done, shapes, strict=True):
             wide = item["attention_mask"].shape[1]
