@@ -1,18 +1,20 @@
-"""Attention of a block behind its path, as one autograd function.
+"""Attention of a block behind its path, and the hook that gives it to Transformers.
 
 Attention over a union of key sets is the average of the attention over each set,
 weighted by exp(log-sum-exp). So a block needs two terms and no mask wider than itself:
 its queries against the path, and against the block. An attention sink is a third set:
-one key a head with a learned score and the value 0.
+one key per head with a learned score and the value 0.
 
-The backward hands dq, dk, dv of the block to autograd and adds the path's dk, dv
-straight into the path accumulators: the path is a leaf here, and the fragment that
-owns it takes its gradients backward when all its branches are done.
+The backward hands dq, dk, dv of the block to autograd and adds dk, dv of the path to
+the accumulators in kv_cache.py: the path is a leaf here, and the fragment that owns it
+takes its gradients backward when all its branches are done.
 
-The hook that gives our attention to a Transformers model.
+Invariants, and the tests that hold them (tests/executor):
+  * every kernel gives what masked softmax gives: test_kernels.py
+  * windows, soft caps and sinks give what eager attention gives: test_parity.py
+  * the model gets its own attention back: test_model_support.py
 """
 
-# S = block tokens, P = path tokens, N = query heads, K = key/value heads, H = head dim
 # S = block tokens, P = path tokens, N = query heads, K = key/value heads, H = head dim
 
 from __future__ import annotations
@@ -31,126 +33,12 @@ from areal_dta.executor.kernels import (
     AttentionKernel,
     Mask,
     Scoring,
+    Term,
     merge,
     select_kernel,
 )
 from areal_dta.executor.kv_cache import LayerPath, PathCache
 from areal_dta.executor.model_support import UnsupportedModelError, check_attention_call
-
-Term = tuple[Tensor, Tensor, Mask]
-"""Keys and values [1, K, T, H], and who sees them."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """How one layer attends in one block."""
-
-    layer: LayerPath
-    path_start: int
-    """First path token that any query sees: 0 without a sliding window."""
-    path_end: int
-    """Tokens of the path; no path term if it equals ``path_start``."""
-    block_tokens: int
-    block_mask: Mask
-    path_mask: Mask
-    scoring: Scoring
-    kernel: AttentionKernel
-
-    def terms(self, k: Tensor, v: Tensor) -> list[Term]:
-        """Key sets that cover all a query may see, each key once.
-
-        k, v: [1, K, S, H], of the block. The path must be loaded.
-        """
-        shape = self.block_mask.shape
-        has_path = self.path_start < self.path_end
-        if (
-            has_path
-            and self.kernel.joins_chains
-            and shape is not None
-            and shape.is_chain
-            and self.path_mask.matrix is None
-        ):
-            both = self.layer.extended(self.path_start, self.path_end, k, v)
-            return [(*both, self.block_mask)]
-        terms = [(k, v, self.block_mask)]
-        if has_path:
-            path = self.layer.read(self.path_start, self.path_end)
-            terms.append((*path, self.path_mask))
-        return terms
-
-    def num_above(self, keys: Tensor, mask: Mask) -> int:
-        """How many of a term's keys belong to the path: they come first."""
-        if mask is self.path_mask:
-            return keys.shape[2]
-        num_path_tokens = self.path_end - self.path_start
-        num_own = self.block_tokens
-        assert keys.shape[2] in (num_own, num_path_tokens + num_own)
-        return keys.shape[2] - num_own
-
-
-class _PathAttention(torch.autograd.Function):
-    """q: [1, N, S, H]; k, v: [1, K, S, H]; sinks: [N] or None."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks_N: Tensor | None,
-        plan: AttentionPlan,
-    ) -> Tensor:
-        out, lse = None, None
-        for keys, values, mask in plan.terms(k, v):
-            term = plan.kernel.forward(q, keys, values, mask, plan.scoring)
-            out, lse = term if out is None or lse is None else merge(out, lse, *term)
-        assert out is not None and lse is not None
-        if sinks_N is not None:
-            without = lse
-            lse = torch.logaddexp(lse, sinks_N.to(lse.dtype)[None, :, None])
-            weight = torch.exp(without - lse).unsqueeze(-1)
-            out = (out.to(lse.dtype) * weight).to(out.dtype)
-        ctx.save_for_backward(q, k, v, sinks_N, out, lse)
-        ctx.plan = plan
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        q, k, v, sinks_N, out, lse = ctx.saved_tensors
-        plan: AttentionPlan = ctx.plan
-        grad_out = grads[0]
-        grad_q, grad_k, grad_v = None, None, None
-        for keys, values, mask in plan.terms(k, v):
-            term = plan.kernel.backward(
-                grad_out, q, keys, values, out, lse, mask, plan.scoring
-            )
-            grad_q = term[0] if grad_q is None else grad_q + term[0]
-            # keys lie as [path, block], or a term has but one of the two
-            num_above = plan.num_above(keys, mask)
-            if num_above:
-                above = (grad[:, :, :num_above] for grad in term[1:])
-                plan.layer.add_gradients(plan.path_start, *above)
-            if num_above < keys.shape[2]:
-                grad_k, grad_v = (grad[:, :, num_above:] for grad in term[1:])
-        assert grad_k is not None and grad_v is not None
-        grad_sinks_N = None
-        if sinks_N is not None:
-            weight = torch.exp(sinks_N.to(lse.dtype)[None, :, None] - lse)
-            delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-            grad_sinks_N = -(weight * delta).sum((0, 2)).to(sinks_N.dtype)
-        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks_N, None
-
-
-def path_attention(
-    q: Tensor, k: Tensor, v: Tensor, sinks_N: Tensor | None, plan: AttentionPlan
-) -> Tensor:
-    """Attention of a block over its path and itself, [1, N, S, H].
-
-    Its backward adds to the gradients of ``plan.layer``.
-    """
-    out: Tensor = _PathAttention.apply(q, k, v, sinks_N, plan)
-    return out
-
 
 ATTENTION_NAME = "areal_dta"
 
@@ -178,8 +66,11 @@ class BlockAttention:
         self.keys, self.values, self.num_calls = {}, {}, 0
 
     def window(self, size: int | None) -> tuple[int, Mask, Mask]:
-        """First path token seen, block mask and path mask of a layer whose queries
-        see the last ``size`` tokens (None: all), themselves included."""
+        """Return the first visible path token, the block's mask and the path's mask.
+
+        Args:
+            size: queries see the last ``size`` tokens, themselves included; None: all.
+        """
         if size is None:
             return 0, self.mask, self._everything
         if size not in self._windows:
@@ -199,6 +90,92 @@ class BlockAttention:
         return start, Mask(visible=visible_SS), Mask(visible=visible_SP)
 
 
+@dataclass(frozen=True, slots=True)
+class _LayerCall:
+    """How one layer attends in one block."""
+
+    layer: LayerPath
+    path_start: int
+    """First path token that any query sees: 0 without a sliding window."""
+    path_end: int
+    """Tokens of the path; no path term if it equals ``path_start``."""
+    block_mask: Mask
+    path_mask: Mask
+    scoring: Scoring
+    kernel: AttentionKernel
+
+    def terms(self, k: Tensor, v: Tensor) -> list[tuple[int, Term]]:
+        """Key sets that cover all a query may see, each key once.
+
+        Returns:
+            Per term the number of its keys that belong to the path; they come first.
+        """
+        num_path = self.path_end - self.path_start
+        shape, scoring = self.block_mask.shape, self.scoring
+        if (
+            num_path
+            and self.kernel.joins_chains
+            and shape is not None
+            and shape.is_chain
+            and self.path_mask.matrix is None
+        ):
+            both = self.layer.extended(self.path_start, self.path_end, k, v)
+            return [(num_path, Term(*both, self.block_mask, scoring))]
+        terms = [(0, Term(k, v, self.block_mask, scoring))]
+        if num_path:
+            path = self.layer.read(self.path_start, self.path_end)
+            terms.append((num_path, Term(*path, self.path_mask, scoring)))
+        return terms
+
+
+class _PathAttention(torch.autograd.Function):
+    """q, out: [1, N, S, H]; k, v of the block: [1, K, S, H]; sinks: [N] or None."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks_N: Tensor | None,
+        call: _LayerCall,
+    ) -> Tensor:
+        (_, first), *others = call.terms(k, v)
+        out, lse = call.kernel.forward(q, first)
+        for _, term in others:
+            out, lse = merge(out, lse, *call.kernel.forward(q, term))
+        if sinks_N is not None:
+            without = lse
+            lse = torch.logaddexp(lse, sinks_N.to(lse.dtype)[None, :, None])
+            weight = torch.exp(without - lse).unsqueeze(-1)
+            out = (out.to(lse.dtype) * weight).to(out.dtype)
+        ctx.save_for_backward(q, k, v, sinks_N, out, lse)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        q, k, v, sinks_N, out, lse = ctx.saved_tensors
+        call: _LayerCall = ctx.call
+        grad_q, grad_k, grad_v = None, None, None
+        for num_path, term in call.terms(k, v):
+            grad = call.kernel.backward(grads[0], q, out, lse, term)
+            grad_q = grad[0] if grad_q is None else grad_q + grad[0]
+            # Path keys come first: their part goes to the path's accumulators.
+            if num_path:
+                above = (x[:, :, :num_path] for x in grad[1:])
+                call.layer.add_gradients(call.path_start, *above)
+            if num_path < term.k.shape[2]:
+                grad_k, grad_v = (x[:, :, num_path:] for x in grad[1:])
+        assert grad_k is not None and grad_v is not None
+        grad_sinks_N = None
+        if sinks_N is not None:
+            weight = torch.exp(sinks_N.to(lse.dtype)[None, :, None] - lse)
+            delta = (grads[0].to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+            grad_sinks_N = -(weight * delta).sum((0, 2)).to(sinks_N.dtype)
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks_N, None
+
+
 _active_block: ContextVar[BlockAttention | None] = ContextVar(
     "areal_dta_active_block", default=None
 )
@@ -214,7 +191,10 @@ def _block_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What Transformers calls in each layer. Returns [1, S, N, H]."""
+    """Attention function that Transformers calls in each layer; returns [1, S, N, H].
+
+    query: [1, N, S, H]; key, value: [1, K, S, H].
+    """
     block = _active_block.get()
     if block is None:
         raise RuntimeError(
@@ -231,17 +211,16 @@ def _block_attention(
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
         softcap=kwargs.get("softcap"),
     )
-    plan = AttentionPlan(
+    call = _LayerCall(
         layer=block.path.layers[layer_idx],
         path_start=path_start,
         path_end=block.path_tokens,
-        block_tokens=query.shape[2],
         block_mask=block_mask,
         path_mask=path_mask,
         scoring=scoring,
         kernel=select_kernel(block.kernel_name, query, key, value, scoring, path_mask),
     )
-    out = path_attention(query, key, value, kwargs.get("s_aux"), plan)
+    out: Tensor = _PathAttention.apply(query, key, value, kwargs.get("s_aux"), call)
     return out.transpose(1, 2), None
 
 
@@ -250,7 +229,7 @@ AttentionInterface.register(ATTENTION_NAME, _block_attention)
 
 @contextmanager
 def tree_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Give the model our attention; put its own back at the end."""
+    """Give the model our attention; restore its own at the end."""
     previous = model.config._attn_implementation
     model.set_attn_implementation(ATTENTION_NAME)
     try:
@@ -261,7 +240,7 @@ def tree_attention(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def active_block(block: BlockAttention, num_layers: int) -> Iterator[None]:
-    """Run one model call on ``block``.
+    """Context manager for one model call on ``block``.
 
     Raises:
         UnsupportedModelError: some layer did not ask for attention exactly once, so
@@ -275,7 +254,7 @@ def active_block(block: BlockAttention, num_layers: int) -> Iterator[None]:
     if block.num_calls != num_layers:
         raise UnsupportedModelError(
             f"{block.num_calls} of {num_layers} layers called the attention interface; "
-            "expected one call a layer: the model mixes tokens outside attention (SSM, "
-            "linear attention) or has its own attention code. Use the dense engine "
-            "(actor.backend=fsdp:…) for it"
+            "expected one call per layer: the model mixes tokens outside attention "
+            "(SSM, linear attention) or has its own attention code. Use the dense "
+            "engine (actor.backend=fsdp:…) for it"
         )

@@ -1,12 +1,10 @@
-"""When the model is called: at will, or in step with other ranks.
+"""One block: one call of the model on some segments behind their path.
 
-A traversal asks its *pace* before each forward and has it run each backward. Models
-whose parameters come and go around every call (sharded over ranks, gathered by
-collectives) need all ranks to call them the same number of times in the same order;
-their pace lives with the code that shards them. Here is the pace of a model that is
-simply there.
-
-One block: one call of the model on some segments behind their path.
+Also the *pace*: when the model may be called. A traversal asks its pace before each
+forward and has it run each backward. `FreePace` is the default: parameters are
+resident, so the model may be called at any time. A model whose parameters are gathered
+around every call (sharded over ranks) needs all ranks to call it equally often and in
+the same order; its pace lives with the code that shards it.
 """
 
 # S = block tokens, K = key/value heads, H = head dim
@@ -32,10 +30,13 @@ from areal_dta.schedule import Schedule, cut_tree
 from areal_dta.tree import PrefixTree
 
 IdleCall = Callable[[], Sequence[Tensor]]
-"""Runs the model on one token that belongs to nothing; returns outputs with a graph."""
+"""Calls the model on one placeholder token; returns outputs with a graph. A rank does
+so where other ranks have a block and it has none."""
 
 
 class Pace(Protocol):
+    """When the model may be called."""
+
     @property
     def calls_when_empty(self) -> bool:
         """Whether the model may be called although there is nothing to compute."""
@@ -43,26 +44,26 @@ class Pace(Protocol):
 
     @property
     def waits_for_others(self) -> bool:
-        """Whether a block's seconds hold those of other ranks."""
+        """Whether a block's measured time includes waiting for other ranks."""
         ...
 
     def traversal(
         self, schedule: Schedule, idle_call: IdleCall
     ) -> AbstractContextManager[None]:
-        """Around all steps of a traversal."""
+        """Context manager for all steps of a traversal."""
         ...
 
     def forward(self) -> AbstractContextManager[None]:
-        """Around each forward: one for each step that computes something."""
+        """Context manager for each forward: one per step that computes something."""
         ...
 
     def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Take ``roots`` (maybe none) backward: once an exit when training."""
+        """Take ``roots`` (possibly none) backward: once per exit when training."""
         ...
 
 
 class FreePace:
-    """Calls the model at will."""
+    """No waiting: parameters are resident."""
 
     calls_when_empty = False
     waits_for_others = False
@@ -82,11 +83,11 @@ class FreePace:
 
 @dataclass(slots=True)
 class BlockOutput:
-    """What a run leaves: part of its autograd graph if it had one."""
+    """What a run leaves; part of its autograd graph if it has one."""
 
     layout: BlockLayout
     outputs: list[Tensor]
-    """One a channel of the output head: an entry an edge or a row."""
+    """One per channel of the output head, with an entry per edge or per row."""
     keys: list[Tensor]
     """Per layer [1, K, S, H]; empty unless kept."""
     values: list[Tensor]
@@ -104,9 +105,9 @@ class BlockRunner:
         kernel: str,
         router_load: RouterLoad | None = None,
     ) -> None:
-        self._router_load = router_load
         self._model, self._head = model, head
         self._tensors, self._path = tensors, path
+        self._router_load = router_load
         self._kernel = kernel
 
     def run(
@@ -130,7 +131,7 @@ class BlockRunner:
         tokens_S = self._tensors.tokens[token_S]
 
         def call(**options: Any) -> Tensor:
-            """The model's logits, [1, ...]. May be called again: the last counts."""
+            """Return the model's logits, [1, ...]; of several calls the last counts."""
             block.restart()
             model: Any = self._model
             with active_block(block, len(self._path.layers)):
@@ -159,7 +160,7 @@ class BlockRunner:
 
 
 def idle_outputs(model: PreTrainedModel, head: OutputHead, kernel: str) -> list[Tensor]:
-    """Run the model on one token that belongs to nothing, through the same head."""
+    """Call the model on one placeholder token, through the same head."""
     tree = PrefixTree.from_sequences([[0, 0]])
     cut = cut_tree(tree, block_tokens=2)
     device = next(model.parameters()).device

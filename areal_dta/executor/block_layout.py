@@ -1,20 +1,21 @@
-"""Who sees whom inside a block, without a matrix until somebody needs one.
+"""Where everything of a block lies: positions, rows, edges, and who sees whom.
 
-A block holds segments in depth-first order, so a segment's descendants lie behind it
-in one piece: a query sees a key iff the key comes first and the query is not behind
-the key's last descendant. From that follow the three forms that backends want:
+A block holds segments in depth-first order, so a segment's descendants follow it in one
+piece: a query sees a key iff the key comes first and the query lies before the end of
+the key's subtree. From that follow the three forms that kernels want, none of them a
+matrix until somebody needs one:
 
-  * ``visible``: the whole matrix, for the reference;
+  * ``visible``: the whole matrix, for masked softmax;
   * ``tiles``: few calls over little more than the visible pairs, for kernels that
     compute what a mask hides (CPU flash does, even under ``is_causal``);
   * ``levels``: no mask at all, for kernels with variable lengths: each run with
-    itself, and the descendants of a run with the run, one call a depth.
+    itself, and the descendants of a run with the run, one call per depth.
 
-Where everything of a block lies: positions, rows, edges, and who sees whom.
+All three agree with the definition, and tiles waste little: test_block_layout.py.
 """
 
 # S = block tokens, Q = queries of a tile, T = its keys
-# S = block tokens, R = rows (positions that are read), E = edges (labels)
+# R = rows (positions with a needed output), E = edges (labels)
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ Range = tuple[int, int]
 
 _ATOM_TOKENS = 64
 _CALL_PAIRS = 4096
-"""What one more call costs, in query-key pairs: 64 x 64, measured on a CPU."""
+"""Cost of one more call in query-key pairs: 64 x 64, measured on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +44,7 @@ class Tile:
     queries: Range
     keys: tuple[Range, ...]
     visible_QT: np.ndarray | None
-    """bool over ``keys`` laid end to end; None: every query sees every key."""
-
-    @property
-    def num_pairs(self) -> int:
-        """Pairs that a kernel computes for it."""
-        return _num_tokens([self.queries]) * _num_tokens(self.keys)
+    """bool over the concatenated ``keys``; None: every query sees every key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +57,17 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Segments one behind the other without a branch between them."""
+    """Consecutive segments without a branch between them."""
 
     start: int
     end: int
     last: int
-    """One behind its last descendant."""
+    """Exclusive end of this run's subtree."""
     parent: int
 
 
 class BlockShape:
-    """Of the segments of one block.
+    """Which tokens of a block see which, from its segments.
 
     Args:
         lengths: tokens of each segment, in depth-first order, each at least 1.
@@ -85,7 +81,7 @@ class BlockShape:
 
     @cached_property
     def _last_S(self) -> np.ndarray:
-        """For each token one behind its last descendant."""
+        """Per token the exclusive end of its subtree."""
         last = np.empty(self.num_tokens, np.int64)
         for run in self._runs:
             last[run.start : run.end] = run.last
@@ -93,31 +89,29 @@ class BlockShape:
 
     @cached_property
     def visible(self) -> np.ndarray:
-        """bool [S, S]: row sees column."""
+        """bool [S, S], True where the row sees the column."""
         return self._visible((0, self.num_tokens), [(0, self.num_tokens)])
 
     @cached_property
     def run_ranges(self) -> tuple[Range, ...]:
-        """Each is causal within itself; together they cover the block."""
+        """Runs, each causal within itself; together they cover the block."""
         return tuple((run.start, run.end) for run in self._runs)
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
-        """What is visible beside the runs themselves."""
+        """What is visible beyond the runs themselves, one level per depth."""
         depth: list[int] = []
-        by_depth: list[list[_Run]] = []
+        by_depth: dict[int, list[_Run]] = {}
         for run in self._runs:
             depth.append(depth[run.parent] + 1 if run.parent >= 0 else 0)
-            if run.last > run.end:
-                while len(by_depth) <= depth[-1]:
-                    by_depth.append([])
-                by_depth[depth[-1]].append(run)
+            if run.last > run.end:  # it has descendants
+                by_depth.setdefault(depth[-1], []).append(run)
         return tuple(
             Level(
-                queries=tuple((run.end, run.last) for run in runs),
-                keys=tuple((run.start, run.end) for run in runs),
+                queries=tuple((run.end, run.last) for run in by_depth[d]),
+                keys=tuple((run.start, run.end) for run in by_depth[d]),
             )
-            for runs in by_depth
+            for d in sorted(by_depth)
         )
 
     @cached_property
@@ -142,7 +136,7 @@ class BlockShape:
         return tuple(self._tile(queries, keys) for queries, keys in chosen)
 
     def _atoms(self) -> Iterable[tuple[Range, list[Range]]]:
-        """Small pieces of runs, and the keys that their queries see."""
+        """Yield small pieces of runs with the keys that their queries see."""
         above: list[list[Range]] = []  # per run: itself and its ancestors
         for run in self._runs:
             ancestors = above[run.parent] if run.parent >= 0 else []
@@ -167,6 +161,7 @@ def _runs(lengths: Sequence[int], parents: Sequence[int]) -> list[_Run]:
     for parent in parents:
         if parent >= 0:
             num_children[parent] += 1
+    # A segment extends the run above it if it is an only child; else it starts one.
     bounds: list[list[int]] = []  # start, end, parent run
     run_of: list[int] = []
     end = 0
@@ -179,8 +174,9 @@ def _runs(lengths: Sequence[int], parents: Sequence[int]) -> list[_Run]:
         else:
             run_of.append(len(bounds))
             bounds.append([start, end, run_of[parent] if parent >= 0 else -1])
+    # The end of a run's subtree, from the bottom up: children follow their parent.
     last = [b[1] for b in bounds]
-    for i in range(len(bounds) - 1, -1, -1):  # children come behind their parent
+    for i in range(len(bounds) - 1, -1, -1):
         if (parent := bounds[i][2]) >= 0:
             last[parent] = max(last[parent], last[i])
     return [_Run(s, e, at, p) for (s, e, p), at in zip(bounds, last, strict=True)]
@@ -191,7 +187,7 @@ def _num_tokens(ranges: Iterable[Range]) -> int:
 
 
 def _union(ranges: Iterable[Range]) -> list[Range]:
-    """Sorted and disjoint; neighbours are joined."""
+    """Return the ranges sorted and disjoint, neighbours joined."""
     result: list[Range] = []
     for start, end in sorted(ranges):
         if result and start <= result[-1][1]:
@@ -220,7 +216,7 @@ class TreeTensors:
         return cls(tree, cut, torch.from_numpy(tokens).to(device))
 
     def next_tokens(self, segment: Segment) -> list[int]:
-        """Tree tokens that may follow a segment's last one."""
+        """Return the tree tokens that may follow a segment's last one."""
         node = self.tree.nodes[segment.node]
         if segment.end < node.end:
             return [segment.first_token + segment.num_tokens]
@@ -229,7 +225,7 @@ class TreeTensors:
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Where everything of a block lies. Index arrays are int64, on the host."""
+    """Positions, rows and edges of a block. Index arrays are int64, on the host."""
 
     offsets: dict[int, int]
     """Segment -> its first position in the block."""
@@ -237,24 +233,26 @@ class BlockLayout:
     """Tree token index of each position."""
     depth_S: np.ndarray
     row_R: np.ndarray
-    """Positions that outputs are read from."""
+    """Positions with a needed output."""
     edge_row_E: np.ndarray
     """Which of the rows predicts the edge's token; ascending."""
     edge_token_E: np.ndarray
-    """Tree token index of the predicted token: an edge's name in the whole tree."""
+    """Tree token index of the predicted token, which identifies the edge."""
     shape: BlockShape
-    """Who sees whom."""
+    """Which tokens see which."""
 
 
 def lay_out(tensors: TreeTensors, segments: Sequence[int]) -> BlockLayout:
-    """Lay segments out one behind the other; parents must precede children."""
-    all_segments, needed = tensors.cut.segments, tensors.cut.needed
+    """Lay segments out in the given order; parents must precede children."""
+    all_segments, reads = tensors.cut.segments, tensors.cut.reads
+    # Positions: segments end to end.
     offsets: dict[int, int] = {}
     size = 0
     for index in segments:
         offsets[index] = size
         size += all_segments[index].num_tokens
 
+    # Tokens, depths and edges: to the next token, or at a segment's end to each child.
     token_S = np.empty(size, np.int64)
     depth_S = np.empty(size, np.int64)
     edge_position: list[np.ndarray] = []
@@ -268,6 +266,7 @@ def lay_out(tensors: TreeTensors, segments: Sequence[int]) -> BlockLayout:
         edge_position.append(np.arange(offset, end - 1))
         edge_position.append(np.full(len(following), end - 1, np.int64))
         edge_token += [token_S[offset + 1 : end], following]
+    # Only needed outputs stay.
     position_E, token_E = np.concatenate(edge_position), np.concatenate(edge_token)
     is_read = needed.edge_T[token_E]
     position_E, token_E = position_E[is_read], token_E[is_read]

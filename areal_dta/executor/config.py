@@ -1,4 +1,4 @@
-"""Options of the executor and what it reports."""
+"""Options of the executor, and the counts that it reports."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from areal_dta.tree import PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class ExecutorConfig:
-    """How the tree is traversed. No value changes results beyond rounding.
+    """How the tree is traversed. Only ``temperature`` changes results beyond rounding.
 
     Raises:
         ValueError: a value is out of range.
     """
 
     block_tokens: int = DEFAULT_BLOCK_TOKENS
-    """Most tokens of one model call."""
+    """Maximum number of tokens per model call."""
     retain_tokens: int | None = None
-    """Most tokens whose autograd graph may wait for the backward: 0 keeps none and
-    recomputes (least memory), None keeps all."""
+    """Maximum number of tokens whose autograd graph may wait for the backward: 0 keeps
+    none and recomputes (least memory), None keeps all."""
     temperature: float = 1.0
     """Logits are divided by it before the softmax."""
     kernel: str = "auto"
@@ -28,9 +28,9 @@ class ExecutorConfig:
     ``executor.kernels.KERNELS``."""
 
     logit_chunk_elements: int = 2**25
-    """Most logits held at a time (128 MiB in fp32)."""
+    """Maximum number of logits held at a time (128 MiB in fp32)."""
     fragments: str = "packed"
-    """``packed`` fills blocks; ``node`` runs one tree node a block, to compare with."""
+    """``packed`` fills blocks; ``node`` runs one tree node per block, to compare."""
 
     router_load: bool = False
     """Count the tokens of each expert of a mixture; see ``expert_load``."""
@@ -68,17 +68,17 @@ class ExecutionStats:
     num_tree_tokens: int
     num_blocks: int
     num_computed_tokens: int
-    """Tree tokens that outputs depend on: what is run at least once."""
+    """Tree tokens that needed outputs depend on: each is run at least once."""
     num_rows: int
-    """Positions that outputs are read from, projected onto the vocabulary."""
+    """Positions with a needed output, projected onto the vocabulary."""
     num_forward_tokens: int
     """Tokens run forward, recomputed ones counted twice."""
     num_recomputed_tokens: int
     peak_graph_tokens: int
     peak_kv_tokens: int
     expert_load: tuple[tuple[int, ...], ...] = ()
-    """With ``router_load``: for each layer with experts the tokens of each expert, a
-    tree token counting once for each sequence through it."""
+    """With ``router_load``: per layer with experts the tokens of each expert. A tree
+    token counts once per sequence through it."""
 
     @classmethod
     def of(cls, tree: PrefixTree, schedule: Schedule) -> ExecutionStats:

@@ -1,10 +1,17 @@
-"""Log-probabilities and entropy from hidden states, fused with the vocabulary
-projection, a chunk of rows at a time, with their exact backward.
+"""Logprobs and entropy from hidden states, fused with the vocabulary projection.
 
-Positions at a fork have one label a child, so logprobs are per *edge* (row, label) and
-entropies per row. Never more than a chunk of logits is held; the softmax is in fp32
-(fp64 for fp64), whatever the compute dtype. The backward projects a chunk again unless
-the one chunk there was has been kept; it turns the logits into their gradient in place.
+Here logits are divided by the temperature. Rows are processed in chunks, so that at
+most one chunk of logits is held. The softmax is in fp32 (fp64 for fp64), whatever the
+compute dtype. The backward is exact: it projects each chunk again, unless there was
+only one, which is kept; and it turns the logits into their gradient in place.
+
+A position at a fork has one label per child, so logprobs are per *edge* (row, label)
+and entropies per row.
+
+Invariants, and the tests that hold them (tests/executor):
+  * logprobs and gradients equal the oracle's for any chunk: test_needed_outputs.py
+  * at most a chunk of logits is held: test_needed_outputs.py
+  * a frozen projection costs no gradient: test_lora.py
 """
 
 # R = rows (positions), E = edges (labels), D = hidden size, V = vocabulary, C = chunk
@@ -23,16 +30,16 @@ from areal_dta.executor.kernels import accumulation_dtype
 
 @dataclass(frozen=True, slots=True)
 class Labels:
-    """What to read from the rows. Edges are sorted by row."""
+    """Labels of the rows: one per edge. Edges are sorted by row."""
 
     row_E: Tensor
     label_E: Tensor
     edges_before_row: tuple[int, ...]
-    """[R + 1]: edges of rows before each row, on the host, to cut chunks."""
+    """[R + 1], on the host: the number of edges before each row, to cut chunks."""
 
     def of_rows(self, rows: slice) -> tuple[slice, Tensor, Tensor]:
-        """Which edges belong to some rows, their rows counted from the first of these,
-        and their labels."""
+        """Return the edges of some rows: as a slice, their rows (counted from the first
+        of ``rows``), their labels."""
         edges = slice(
             self.edges_before_row[rows.start], self.edges_before_row[rows.stop]
         )
@@ -40,6 +47,7 @@ class Labels:
 
 
 _CPU_SLAB = 2**19
+"""Logits whose softmax is taken at once on a CPU: what fits in cache."""
 
 
 class _FusedHead(torch.autograd.Function):
@@ -135,7 +143,10 @@ def _softmax_gradient(
     grad_entropy_C: Tensor | None,
     entropy_C: Tensor,
 ) -> Tensor:
-    """d/dz: onehot - p for a logprob, -p (log p + H) for an entropy."""
+    """Return the gradient of the scaled logits z.
+
+    d/dz is onehot - p for a logprob, and -p (log p + H) for an entropy H.
+    """
     factor_C = torch.zeros_like(lse_C).index_add_(0, row_E, grad_logprob_E)
     logp_CV = logits_CV - lse_C.unsqueeze(-1)
     if grad_entropy_C is None:
@@ -166,8 +177,11 @@ def _slices(start: int, end: int, size: int) -> Iterator[slice]:
 
 
 def slab_elements(device: torch.device, chunk_elements: int) -> int:
-    """Logits whose softmax is taken at once: a whole chunk on a GPU, what fits in cache
-    on a CPU, where passes over fresh memory cost more than the arithmetic."""
+    """Return the number of logits whose softmax is taken at once.
+
+    A whole chunk on a GPU; on a CPU, where passes over fresh memory cost more than the
+    arithmetic, what fits in cache.
+    """
     return min(_CPU_SLAB, chunk_elements) if device.type == "cpu" else chunk_elements
 
 
@@ -188,11 +202,11 @@ def fused_token_logprobs(
     temperature: float,
     chunk_elements: int,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probability of each edge [E] and entropy of each row [R] under
-    ``softmax((hidden @ weight.T + bias) / temperature)``.
+    """Return the logprob of each edge [E] and the entropy of each row [R].
 
-    fp32 at least, fp64 for fp64; differentiable in hidden, weight and bias. Holds at
-    most ``chunk_elements`` logits at a time (or those of one row).
+    Of ``softmax((hidden @ weight.T + bias) / temperature)``, in fp32 (fp64 for fp64),
+    differentiable in hidden, weight and bias. Holds at most ``chunk_elements`` logits
+    at a time, or those of one row.
     """
     chunk_rows = max(1, chunk_elements // weight_VD.shape[0])
     return _FusedHead.apply(
@@ -203,7 +217,7 @@ def fused_token_logprobs(
 def token_logprobs(
     logits_RV: Tensor, labels: Labels, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """The same from logits, for models that do more than project (plain autograd)."""
+    """Do the same from logits, for models that do more than project. Plain autograd."""
     acc = accumulation_dtype(logits_RV.dtype)
     logp_RV = (logits_RV.to(acc) / temperature).log_softmax(-1)
     entropy_R = -torch.special.xlogy(logp_RV.exp(), logp_RV.exp()).sum(-1)

@@ -1,13 +1,17 @@
-"""Keys and values of the current path, and the gradients that come back to them.
+"""KV cache of the path, and where the gradients of its keys and values are added up.
 
-One buffer a layer, as long as the longest path above any fragment: [0, depth) is what
-the block in work sees. Every open fragment keeps K/V of its *trunk* (the tokens that
+One buffer per layer, as long as the longest path above any fragment: [0, depth) is what
+the current block sees. Every open fragment keeps K/V of its *trunk* (the tokens that
 have a child fragment below them) and an accumulator of their gradients. Moving to a
 child gathers its path from the open fragments into the buffer; leaving it adds the
-buffer's gradients to the owner's accumulator.
+buffer's gradients to the accumulator of the fragment that owns the tokens.
 
-Gradient accumulators are fp32 (fp64 for an fp64 model): many branches add into one
-prefix, and bf16 sums lose the small ones.
+Accumulators are fp32 (fp64 for an fp64 model): many branches add into one prefix, and
+bf16 sums lose the small ones.
+
+Invariants, and the tests that hold them (tests/executor):
+  * accumulators lose nothing: test_numerics.py
+  * memory follows the longest path, not the number of branches: test_memory.py
 """
 
 # K = key/value heads, P = path tokens, T = trunk tokens, H = head dim
@@ -19,67 +23,64 @@ from torch import Tensor
 
 from areal_dta.executor.kernels import accumulation_dtype
 
+Pair = tuple[Tensor, Tensor]
+"""Keys and values, or their gradients."""
+
 
 class LayerPath:
-    """The path buffer of one layer. Buffers are made at the first write."""
+    """The path buffer of one layer. Tensors are allocated at the first write."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._k: Tensor | None = None  # [1, K, P, H]
-        self._v: Tensor | None = None
-        self._grad_k: Tensor | None = None
-        self._grad_v: Tensor | None = None
+        self._kv: list[Tensor] = []  # keys, values: [1, K, P, H]
+        self._grads: list[Tensor] = []
 
     def write(self, start: int, k: Tensor, v: Tensor, with_grad: bool) -> None:
         """Put k, v: [1, K, n, H] at depth [start, start + n); zero their gradients."""
         end = start + k.shape[2]
-        if self._k is None or self._v is None:
-            self._k, self._v = self._empty(k), self._empty(v)
-        self._k[:, :, start:end] = k
-        self._v[:, :, start:end] = v
+        if not self._kv:
+            self._kv = [self._empty(x, x.dtype) for x in (k, v)]
+        for buffer, x in zip(self._kv, (k, v), strict=True):
+            buffer[:, :, start:end] = x
         if with_grad:
-            if self._grad_k is None or self._grad_v is None:
+            if not self._grads:
                 acc = accumulation_dtype(k.dtype)
-                self._grad_k, self._grad_v = self._empty(k, acc), self._empty(v, acc)
-            self._grad_k[:, :, start:end] = 0
-            self._grad_v[:, :, start:end] = 0
+                self._grads = [self._empty(x, acc) for x in (k, v)]
+            for grad in self._grads:
+                grad[:, :, start:end] = 0
 
-    def read(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        """k, v of the path at depth [start, end), [1, K, end - start, H], views."""
-        assert self._k is not None and self._v is not None
-        return self._k[:, :, start:end], self._v[:, :, start:end]
+    def read(self, start: int, end: int) -> Pair:
+        """Return views of k, v at depth [start, end), [1, K, end - start, H]."""
+        k, v = self._kv
+        return k[:, :, start:end], v[:, :, start:end]
 
-    def extended(
-        self, start: int, end: int, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """k, v of the path at [start, end) and the block's own k, v behind, without
-        a copy where the buffer has room, as it has for all but the deepest blocks.
+    def extended(self, start: int, end: int, k: Tensor, v: Tensor) -> Pair:
+        """Return the path at depth [start, end) with the block's own k, v behind it.
 
-        Until the next write there the buffer's end holds them, beyond the path.
+        Copies only the block where the buffer has room, which it has for all but the
+        deepest blocks. The block then lies behind the path until the next write there.
         """
-        path_k, path_v = self.read(start, end)
         below = end + k.shape[2]
         if below > self._capacity:
+            path_k, path_v = self.read(start, end)
             return torch.cat([path_k, k], 2), torch.cat([path_v, v], 2)
-        assert self._k is not None and self._v is not None
-        self._k[:, :, end:below] = k
-        self._v[:, :, end:below] = v
+        for buffer, x in zip(self._kv, (k, v), strict=True):
+            buffer[:, :, end:below] = x
         return self.read(start, below)
 
     def add_gradients(self, start: int, grad_k: Tensor, grad_v: Tensor) -> None:
         """Add [1, K, n, H] to the gradients of the path at [start, start + n)."""
-        assert self._grad_k is not None and self._grad_v is not None
-        end = start + grad_k.shape[2]
-        self._grad_k[:, :, start:end] += grad_k
-        self._grad_v[:, :, start:end] += grad_v
+        for total, grad in zip(self._grads, (grad_k, grad_v), strict=True):
+            total[:, :, start : start + grad.shape[2]] += grad
 
-    def gradients(self, start: int, end: int) -> tuple[Tensor, Tensor]:
-        assert self._grad_k is not None and self._grad_v is not None
-        return self._grad_k[:, :, start:end], self._grad_v[:, :, start:end]
+    def gradients(self, start: int, end: int) -> Pair:
+        """Return views of dk, dv at depth [start, end)."""
+        grad_k, grad_v = self._grads
+        return grad_k[:, :, start:end], grad_v[:, :, start:end]
 
-    def _empty(self, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    def _empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         shape = (1, like.shape[1], self._capacity, like.shape[3])
-        return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+        return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 class PathCache:
@@ -91,13 +92,17 @@ class PathCache:
 
 
 class TrunkCache:
-    """K/V of an open fragment's trunk with their gradient accumulators."""
+    """K/V of an open fragment's trunk, with the accumulators of their gradients.
 
-    def __init__(self, path: PathCache, start: int, k: list[Tensor], v: list[Tensor]):
-        """``k[layer]``, ``v[layer]``: [1, K, T, H], detached; ``start``: depth of the
-        fragment's first token."""
-        self._path = path
-        self._start = start
+    Args:
+        start: depth of the fragment's first token.
+        k, v: per layer [1, K, T, H], detached.
+    """
+
+    def __init__(
+        self, path: PathCache, start: int, k: list[Tensor], v: list[Tensor]
+    ) -> None:
+        self._path, self._start = path, start
         self._k, self._v = k, v
         self._loaded: Tensor | None = None  # trunk positions now in the path buffer
         self.grad_k: list[Tensor] = []
@@ -120,7 +125,7 @@ class TrunkCache:
         self._loaded = positions
 
     def unload(self) -> None:
-        """Take the gradients of what was loaded into the accumulators."""
+        """Add the gradients of what was loaded to the accumulators."""
         if self._loaded is not None and self._path.with_grad:
             end = self._start + len(self._loaded)
             for i, layer in enumerate(self._path.layers):

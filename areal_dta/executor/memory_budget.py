@@ -1,8 +1,12 @@
-"""Budgets that fit a model into free memory: ``block_tokens`` and ``retain_tokens``.
+"""The block size and the retain budget are chosen here, to fit a model into memory.
 
-The cost of a token is predicted from the model's config (`plan.memory`) and its largest
-term, what autograd saves, measured once on a short block. Blocks are as large as is
-fast on the device, smaller where they do not fit; what is left retains graphs.
+The bytes per token are predicted from the model's config (schedule/memory.py); the
+largest term, what autograd saves, is measured once on a short block. Blocks are as
+large as is fast on the device, smaller where they do not fit; what is left retains
+graphs. After an out-of-memory error `halved` gives the next smaller budgets.
+
+Invariants, and the tests that hold them: predictions match counted bytes, chosen
+budgets fit, and more memory never gives smaller ones (test_memory_budget.py).
 """
 
 from __future__ import annotations
@@ -25,18 +29,18 @@ from areal_dta.executor.tree_executor import TreeExecutor
 from areal_dta.schedule import MemoryModel
 from areal_dta.tree import PrefixTree
 
-# Larger blocks are slower on a CPU (docs/log.md); a GPU wants more to do at a time.
+# Larger blocks are slower on a CPU (docs/log.md); a GPU needs more work per call.
 MAX_BLOCK_TOKENS = {"cpu": 512, "cuda": 4096}
 MIN_BLOCK_TOKENS = 32
 _MEASURED_TOKENS = 128
-# The rest is for fragmentation and whatever else runs: on a GPU little; a host's memory
-# is shared with the user's other programs.
+# The rest is for fragmentation and for whatever else runs: little on a GPU, much on a
+# host, whose memory is shared with the user's other programs.
 _USABLE = {"cpu": 0.5, "cuda": 0.85}
 
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """What was chosen, and on what grounds."""
+    """The chosen budgets, with the bytes predicted for them."""
 
     block_tokens: int
     retain_tokens: int
@@ -46,11 +50,11 @@ class Budgets:
 
     @property
     def fits(self) -> bool:
-        """False if even the smallest budgets are predicted to need more."""
+        """Whether they are predicted to fit; False only for the smallest budgets."""
         return self.predicted_bytes <= self.usable_bytes
 
     def apply(self, config: ExecutorConfig, retain: bool = True) -> ExecutorConfig:
-        """``config`` with these; ``retain=False`` leaves its ``retain_tokens``."""
+        """Return ``config`` with these; ``retain``: with ``retain_tokens`` too."""
         config = dataclasses.replace(config, block_tokens=self.block_tokens)
         if retain:
             config = dataclasses.replace(config, retain_tokens=self.retain_tokens)
@@ -67,10 +71,10 @@ class Budgets:
 def predict_memory(
     model: PreTrainedModel, config: ExecutorConfig, dtype: torch.dtype | None = None
 ) -> MemoryModel:
-    """What a token costs of ``model``, on the device where it is.
+    """Predict the bytes per token of ``model``, on the device where it is.
 
     Args:
-        dtype: that it computes in, if not that of its parameters.
+        dtype: in which it computes, if not that of its parameters.
 
     Raises:
         ValueError: its config lacks a size; the message names it.
@@ -89,29 +93,29 @@ def choose_budgets(
     memory: MemoryModel,
     usable_bytes: float,
     longest_path: int,
-    largest_block: int = MAX_BLOCK_TOKENS["cpu"],
-    smallest_block: int = MIN_BLOCK_TOKENS,
+    max_block: int = MAX_BLOCK_TOKENS["cpu"],
+    min_block: int = MIN_BLOCK_TOKENS,
 ) -> Budgets:
-    """The largest budgets whose predicted peak fits, assuming that everything is read.
+    """Choose the largest budgets whose predicted peak fits, with all outputs needed.
 
-    Memory grows with the longest path, not with the tree: that is all that has to be
-    known of the batch. The block is ``largest_block`` or a half, a quarter, ... of it.
+    Memory grows with the longest path, not with the tree, so the path is all that has
+    to be known of the batch. The block is ``max_block``, a half, a quarter, ... of it.
 
     Args:
         usable_bytes: for activations and K/V; see `usable_memory`.
         longest_path: tokens of the longest sequence.
     """
-    block = largest_block
+    block = max_block
     while True:
-        # the path buffer, and the trunks of the fragments that make it up
+        # K/V: the path buffer, and the trunks of the fragments that make it up
         kv = memory.path(2 * longest_path + block)
         fixed = kv + memory.working(block, block)
         left = usable_bytes - fixed
         graph_token = memory.graph(1, 1)
-        if left >= block * graph_token or block <= smallest_block:
+        if left >= block * graph_token or block <= min_block:
             break
-        block = max(smallest_block, block // 2)
-    # in whole blocks: a steady number, though free memory never is
+        block = max(min_block, block // 2)
+    # Whole blocks, so that the number is steady although free memory never is.
     retain = max(0, int(left / graph_token)) // block * block
     retain = retain if retain > block else 0
     return Budgets(
@@ -123,10 +127,10 @@ def choose_budgets(
 
 
 def halved(config: ExecutorConfig, training: bool = True) -> ExecutorConfig | None:
-    """Smaller budgets after an out-of-memory error; None where nothing is left.
+    """Return smaller budgets after an out-of-memory error, or None at the smallest.
 
-    Retained graphs go first: they are what can be done without at the least cost.
-    Without ``training`` there are none.
+    Retained graphs go first: giving them up costs least. Without ``training`` there
+    are none.
     """
     block, retain = config.block_tokens, config.retain_tokens
     if not training:
@@ -143,7 +147,10 @@ def halved(config: ExecutorConfig, training: bool = True) -> ExecutorConfig | No
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller budget may help. A host's allocator raises a RuntimeError."""
+    """Return whether smaller budgets may help.
+
+    A host's allocator raises a plain RuntimeError.
+    """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error).lower()
@@ -153,7 +160,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def usable_memory(device: torch.device, num_processes: int = 1) -> float:
-    """Bytes that a process may still take on a device.
+    """Return the bytes that a process may still take on a device.
 
     Args:
         num_processes: how many share a host's memory; a GPU belongs to one.
@@ -166,7 +173,7 @@ def usable_memory(device: torch.device, num_processes: int = 1) -> float:
 
 
 def _free_host_bytes() -> float:
-    """Free memory of this machine, or of the container."""
+    """Return the free memory of this machine, or of the container."""
     limits = [float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))]
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
@@ -177,10 +184,10 @@ def _free_host_bytes() -> float:
             limits.append(1024.0 * float(fields["MemAvailable"].split()[0]))
     group = Path("/sys/fs/cgroup")
     if (group / "memory.max").exists() and (group / "memory.current").exists():
-        most = (group / "memory.max").read_text().strip()
-        if most != "max":
+        limit = (group / "memory.max").read_text().strip()
+        if limit != "max":
             used = float((group / "memory.current").read_text())
-            limits.append(max(0.0, float(most) - used))
+            limits.append(max(0.0, float(limit) - used))
     return min(limits)
 
 
@@ -190,9 +197,9 @@ def measure_graph_bytes(
     num_tokens: int = _MEASURED_TOKENS,
     outputs: str = "logprobs",
 ) -> float:
-    """Bytes a token that autograd saves, measured on one block of ``num_tokens``.
+    """Measure the bytes per token that autograd saves, on a block of ``num_tokens``.
 
-    One output is read, so that the logits, whose number the batch decides, are left
+    One output is needed, so that the logits, whose number the batch decides, are left
     out. No gradient is computed.
     """
     config = config or ExecutorConfig()
@@ -210,7 +217,7 @@ def measure_graph_bytes(
 
 @contextmanager
 def _saved_bytes(model: PreTrainedModel) -> Iterator[dict[int, int]]:
-    """Storages saved for a backward in the meantime, parameters aside: key -> bytes."""
+    """Record storages saved for a backward, except parameters: key -> bytes."""
     existing = [*model.parameters(), *model.buffers()]
     known = {_storage_key(t) for t in existing}
     saved: dict[int, int] = {}

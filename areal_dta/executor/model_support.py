@@ -1,8 +1,9 @@
-"""Which models can be split at a prefix, judged by what they ask for.
+"""Which models are refused, and why: those that cannot be split at a prefix.
 
-Exact: decoders whose layers mix tokens only in causal softmax attention with positions
-that depend on the token's depth alone. Everything else is refused by name, at start-up
-where the config tells, else at the first block; nothing is silently ignored.
+Exact are decoders whose layers mix tokens only in causal softmax attention, with
+positions that depend on the token's depth alone. Every other model is refused by name:
+at start-up where the config tells, else at the first block. Nothing is silently
+ignored: test_model_support.py.
 """
 
 from __future__ import annotations
@@ -11,34 +12,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-# What a layer may ask its attention for: see executor/attention.py.
+# What a layer may ask its attention for; attention.py serves it.
 _SERVED = frozenset({"sliding_window", "softcap", "s_aux"})
 # Keyword arguments of attention calls that change nothing here: bookkeeping, or facts
-# about packing and caches that a tree block does not have.
+# about packing and caches that do not apply to a block.
 _HARMLESS = frozenset(
-    {
-        "position_ids",
-        "position_embeddings",
-        "cache_position",
-        "use_cache",
-        "past_key_values",
-        "output_attentions",
-        "output_hidden_states",
-        "output_router_logits",
-        "return_dict",
-        "num_items_in_batch",
-        "logits_to_keep",
-        "cu_seq_lens_q",
-        "cu_seq_lens_k",
-        "max_length_q",
-        "max_length_k",
-    }
+    "position_ids position_embeddings cache_position use_cache past_key_values "
+    "output_attentions output_hidden_states output_router_logits return_dict "
+    "num_items_in_batch logits_to_keep cu_seq_lens_q cu_seq_lens_k max_length_q "
+    "max_length_k".split()
 )
 _SPLITTABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
-_REFUSED_ROPE = {
-    "dynamic": "depends on the length of the whole call",
-    "longrope": "depends on the length of the whole call",
-}
+_REFUSED_ROPE = ("dynamic", "longrope")
 _REMEDY = "use the dense engine (actor.backend=fsdp:…) for this model"
 
 
@@ -53,10 +38,10 @@ def check_model_supported(model: nn.Module, training: bool = True) -> None:
         UnsupportedModelError: names the model, the reason and the remedy.
     """
     config: Any = getattr(model, "config", None)
-    name = type(model).__name__
-    reasons = [] if config is not None else ["it has no Hugging Face config"]
-    if config is not None:
-        reasons += _config_reasons(config)
+    if config is None:
+        reasons = ["it has no Hugging Face config"]
+    else:
+        reasons = _config_reasons(config)
     for path, module in model.named_modules():
         if isinstance(module, nn.RNNBase | nn.Conv1d):
             kind = type(module).__name__
@@ -66,7 +51,8 @@ def check_model_supported(model: nn.Module, training: bool = True) -> None:
         reasons += _training_reasons(model)
     if reasons:
         raise UnsupportedModelError(
-            f"{name} cannot be trained on prefix trees: {'; '.join(reasons)}; {_REMEDY}"
+            f"{type(model).__name__} cannot be trained on prefix trees: "
+            f"{'; '.join(reasons)}; {_REMEDY}"
         )
 
 
@@ -84,12 +70,14 @@ def _config_reasons(config: Any) -> list[str]:
         reasons.append("alibi biases")
     for rope_type in _rope_types(config):
         if rope_type in _REFUSED_ROPE:
-            reasons.append(f"rope_type={rope_type!r} {_REFUSED_ROPE[rope_type]}")
+            reasons.append(
+                f"rope_type={rope_type!r} depends on the length of the whole call"
+            )
     return reasons
 
 
 def _rope_types(config: Any) -> set[str]:
-    """RoPE types in use; newer configs nest one set of parameters a layer type."""
+    """Return the RoPE types in use; newer configs nest parameters per layer type."""
     found = set()
     for name in ("rope_parameters", "rope_scaling"):
         parameters = getattr(config, name, None)
@@ -134,7 +122,7 @@ def check_attention_call(
     dropout: float,
     kwargs: dict[str, Any],
 ) -> None:
-    """Refuse what a layer asks for and a tree block does not do.
+    """Refuse what a layer asks of its attention and a block does not do.
 
     Raises:
         UnsupportedModelError: names the layer, what it asked for and the remedy.

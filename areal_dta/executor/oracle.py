@@ -1,4 +1,7 @@
-"""The oracle: one sequence at a time through the unchanged model, plain autograd."""
+"""Oracle: one sequence at a time through the unchanged model, plain autograd.
+
+The truth in tests. `areal_dta.executor.reference` is its name in 0.1.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ SequenceLoss = Callable[[int, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """Of one sequence; entry t belongs to token t+1, given tokens <= t."""
+    """Outputs of one sequence; entry t belongs to token t+1, given tokens <= t."""
 
     logprobs: Tensor
     """[len-1], fp32 (fp64 for an fp64 model)."""
@@ -27,14 +30,14 @@ class SequenceOutput:
 
 @dataclass(frozen=True, slots=True)
 class ValueOutput:
-    """Of one sequence; entry t belongs to token t, given tokens <= t."""
+    """Values of one sequence; entry t belongs to token t, given tokens <= t."""
 
     values: Tensor
     """[len], fp32 (fp64 for an fp64 model)."""
 
 
 def value_output(model: Any, sequence: Sequence[int] | Tensor) -> ValueOutput:
-    """Values of one sequence, differentiable under grad mode."""
+    """Compute the values of one sequence, differentiable under grad mode."""
     device = next(model.parameters()).device
     tokens = torch.as_tensor(sequence, dtype=torch.int64, device=device)
     values = model(input_ids=tokens[None], use_cache=False).logits[0, :, 0]
@@ -44,7 +47,7 @@ def value_output(model: Any, sequence: Sequence[int] | Tensor) -> ValueOutput:
 def sequence_output(
     model: Any, sequence: Sequence[int] | Tensor, temperature: float = 1.0
 ) -> SequenceOutput:
-    """Logprobs and entropies of one sequence, differentiable under grad mode."""
+    """Compute logprobs and entropies of one sequence, differentiable in grad mode."""
     device = next(model.parameters()).device
     tokens = torch.as_tensor(sequence, dtype=torch.int64, device=device)
     logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
@@ -58,7 +61,7 @@ def sequence_output(
 def sequence_outputs(
     model: Any, sequences: Sequence[Any], temperature: float = 1.0
 ) -> list[SequenceOutput]:
-    """Outputs of each sequence on its own, without gradients."""
+    """Compute the outputs of each sequence on its own, without gradients."""
     with torch.no_grad():
         return [sequence_output(model, s, temperature) for s in sequences]
 
@@ -69,7 +72,7 @@ def forward_backward(
     sequence_loss: SequenceLoss,
     temperature: float = 1.0,
 ) -> float:
-    """Sum of the sequences' losses; gradients accumulate into the parameters."""
+    """Return the sum of the sequences' losses; accumulate gradients."""
     total = 0.0
     for i, sequence in enumerate(sequences):
         output = sequence_output(model, sequence, temperature)

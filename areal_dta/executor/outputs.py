@@ -1,14 +1,17 @@
-"""Take the vocabulary projection out of a model's forward, to fuse it with the loss.
+"""What a block gives: logprobs and entropies, or values.
 
-During a traversal the output embedding passes its input on, so that the model returns
-hidden states as its logits. Models that do more with their logits than project
-(scaling, soft-capping, an adapter on the head) are recognised by what they return, and
-keep their own projection.
+A *channel* holds one scalar per edge (predicted token) or per position (row). A
+sequence sees its part of each channel; a shared edge or row is computed once.
 
-What is read from a model: logprobs and entropies, or values.
+Logprobs are fused with the vocabulary projection (fused_logprobs.py), which is taken
+out of the model's forward for that: during a block the output embedding passes its
+input on, so that the model returns hidden states as its logits. Models that do more
+with their logits than project (scaling, soft-capping, an adapter on the head) are
+recognised by what they return, and keep their own projection.
 
-A *channel* is one number a predicted token (an edge of the tree) or a position (a row).
-A sequence sees its part of each channel; a shared edge or row is computed once.
+Invariants, and the tests that hold them (tests/executor):
+  * only needed outputs are projected; the head is given back: test_needed_outputs.py
+  * values equal the oracle's: test_scopes.py
 """
 
 # S = block tokens, R = rows, E = edges, V = vocabulary
@@ -34,36 +37,49 @@ from areal_dta.executor.fused_logprobs import (
 )
 from areal_dta.executor.kernels import accumulation_dtype
 
+ModelCall = Callable[..., Tensor]
+"""Runs the block with further keyword arguments; returns its logits [1, ...]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Channel:
+    """One kind of output, filed under tree tokens."""
+
+    name: str
+    on_edges: bool
+    """Filed under the token that is predicted; otherwise under the position."""
+    span: slice
+    """The part of a sequence's tokens that has an entry: logprobs from the second on,
+    entropies all but the last, values everywhere."""
+
+
+class OutputHead(Protocol):
+    @property
+    def channels(self) -> tuple[Channel, ...]: ...
+
+    def outputs(
+        self, call: ModelCall, layout: BlockLayout, tensors: TreeTensors
+    ) -> list[Tensor]:
+        """Run the block; return per channel [E] or [R], fp32 (fp64 for fp64)."""
+        ...
+
 
 class HeadCapture:
-    """The output embedding of a model, with its forward out of the way on demand."""
+    """The output embedding of a model, which can be made to pass its input on."""
 
     def __init__(self, model: nn.Module) -> None:
         head = getattr(model, "get_output_embeddings", lambda: None)()
         # FSDP makes a subclass of nn.Linear; adapters wrap or replace it.
         is_plain = isinstance(head, nn.Linear) and "Linear" in type(head).__name__
-        self._head: nn.Linear | None = head if is_plain else None
+        self.head: nn.Linear | None = head if is_plain else None
+        """None: keep the model's own projection."""
         self._hidden: Tensor | None = None
-
-    @property
-    def is_usable(self) -> bool:
-        return self._head is not None
-
-    @property
-    def weight(self) -> Tensor:
-        assert self._head is not None
-        return self._head.weight
-
-    @property
-    def bias(self) -> Tensor | None:
-        assert self._head is not None
-        return self._head.bias
 
     @contextmanager
     def bypassed(self) -> Iterator[None]:
-        """The head returns its input; undone at the end."""
-        assert self._head is not None
-        head: Any = self._head
+        """Context manager in which the head returns its input."""
+        head: Any = self.head
+        assert head is not None
 
         def pass_on(hidden: Tensor) -> Tensor:
             self._hidden = hidden
@@ -82,8 +98,11 @@ class HeadCapture:
                 del head.forward
 
     def take(self, logits: Tensor) -> Tensor | None:
-        """The hidden states, if ``logits`` are nothing else; None otherwise, and for
-        all later calls: then the model does more with its logits than project."""
+        """Return the hidden states, if ``logits`` are nothing else.
+
+        Otherwise the model does more with its logits than project: return None, and
+        keep its own projection from now on.
+        """
         hidden, self._hidden = self._hidden, None
         if hidden is not None and logits is not hidden:
             same = logits.shape == hidden.shape and torch.equal(
@@ -91,35 +110,8 @@ class HeadCapture:
             )
             hidden = hidden if same else None
         if hidden is None:
-            self._head = None
+            self.head = None
         return hidden
-
-
-ModelCall = Callable[..., Tensor]
-"""Runs the block with further keyword arguments; returns its logits [1, ...]."""
-
-
-@dataclass(frozen=True, slots=True)
-class Channel:
-    """One kind of output, filed under tree tokens."""
-
-    name: str
-    on_edges: bool
-    """Filed under the token that is predicted; otherwise under the position."""
-    span: slice
-    """Which of a sequence's tokens it is read at: logprobs from the second on,
-    entropies but for the last, values everywhere."""
-
-
-class OutputHead(Protocol):
-    @property
-    def channels(self) -> tuple[Channel, ...]: ...
-
-    def outputs(
-        self, call: ModelCall, layout: BlockLayout, tensors: TreeTensors
-    ) -> list[Tensor]:
-        """Run the block; one tensor a channel, [E] or [R], fp32 (fp64 for fp64)."""
-        ...
 
 
 class LogprobHead:
@@ -131,7 +123,7 @@ class LogprobHead:
     )
 
     def __init__(self, model: PreTrainedModel, config: ExecutorConfig) -> None:
-        self._capture, self._config = HeadCapture(model), config
+        self.capture, self._config = HeadCapture(model), config
 
     def outputs(
         self, call: ModelCall, layout: BlockLayout, tensors: TreeTensors
@@ -147,29 +139,28 @@ class LogprobHead:
             label_E=tensors.tokens[on_device(layout.edge_token_E)],
             edges_before_row=tuple(edges_before.tolist()),
         )
-        # a block may be there for its K/V alone: project one row, read none
+        # A block may be there for its K/V alone: project one row, use none.
         to_keep = on_device(layout.row_R) if num_rows else 1
-        temperature = self._config.temperature
-        if self._capture.is_usable:
-            with self._capture.bypassed():
-                hidden = self._capture.take(call(logits_to_keep=to_keep))
+        config, head = self._config, self.capture.head
+        if head is not None:
+            with self.capture.bypassed():
+                hidden = self.capture.take(call(logits_to_keep=to_keep))
             if hidden is not None:
-                return list(
-                    fused_token_logprobs(
-                        hidden[0, :num_rows],
-                        self._capture.weight,
-                        self._capture.bias,
-                        labels,
-                        temperature,
-                        self._config.logit_chunk_elements,
-                    )
+                logprobs_and_entropy = fused_token_logprobs(
+                    hidden[0, :num_rows],
+                    head.weight,
+                    head.bias,
+                    labels,
+                    config.temperature,
+                    config.logit_chunk_elements,
                 )
+                return list(logprobs_and_entropy)
         logits_RV = call(logits_to_keep=to_keep)[0, :num_rows]
-        return list(token_logprobs(logits_RV, labels, temperature))
+        return list(token_logprobs(logits_RV, labels, config.temperature))
 
 
 class ValueHead:
-    """One number a position, of a model with a single label a token: a critic's
+    """One scalar per position, of a model with a single label per token: a critic's
     value, or a reward model's score at the last token."""
 
     channels = (Channel("values", on_edges=False, span=slice(None)),)
@@ -180,8 +171,8 @@ class ValueHead:
         values_S1 = call()[0]
         if values_S1.shape[-1] != 1:
             raise ValueError(
-                f"the model gives {values_S1.shape[-1]} numbers a token; expected one: "
-                "a token-classification model with num_labels=1"
+                f"the model gives {values_S1.shape[-1]} scalars per token; expected "
+                "one: a token-classification model with num_labels=1"
             )
         row_R = torch.from_numpy(layout.row_R).to(values_S1.device)
         acc = accumulation_dtype(values_S1.dtype)
@@ -189,7 +180,7 @@ class ValueHead:
 
 
 def make_head(kind: str, model: PreTrainedModel, config: ExecutorConfig) -> OutputHead:
-    """``logprobs`` or ``values``.
+    """Return the head for ``logprobs`` or ``values``.
 
     Raises:
         ValueError: another kind.

@@ -1,15 +1,17 @@
-"""Seconds of each block of a traversal, for the cost model.
+"""What a traversal measures: seconds per block, and tokens per expert.
 
-A block with a graph is timed over its forward (at enter) and its backward (at exit),
-the loss and the moves of keys and values included: that is what it costs. On a GPU
-events are recorded and read when the traversal is over, so nothing waits in between.
+`BlockTimer` feeds the cost model. A block with a graph is timed over its forward (at
+enter) and its backward (at exit), including the loss and the moves of keys and values:
+that is what it costs. On a GPU, events are recorded and read when the traversal is
+over, so that nothing waits in between. Held by tests/executor/test_telemetry.py.
 
-How many tokens each expert of a mixture got, counted as separate sequences would.
-
-A tree token stands for all sequences that pass through it, so its choice of experts
-counts that many times. AReaL's FSDP engine trains without a load-balancing loss, so
-these numbers are for reading only.
+`RouterLoad` counts the tokens of each expert of a mixture as separate sequences would:
+a tree token stands for all sequences through it, so its choice of experts counts that
+many times. AReaL's FSDP engine trains without a load-balancing loss, so these counts
+are for reading only. Held by tests/executor/test_router_load.py.
 """
+
+# S = block tokens, T = tree tokens, K = experts per token
 
 from __future__ import annotations
 
@@ -25,7 +27,6 @@ from torch import Tensor, nn
 from areal_dta.schedule import (
     BlockSample,
     Schedule,
-    Step,
     StepKind,
     step_features,
     step_kind,
@@ -43,7 +44,7 @@ class BlockTimer:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around each step, in order."""
+        """Context manager for each step, in order."""
         if self._device.type == "cuda":
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record(torch.cuda.current_stream(self._device))
@@ -56,34 +57,31 @@ class BlockTimer:
             self._seconds.append(time.perf_counter() - begin)
 
     def samples(self, tree: PrefixTree, schedule: Schedule) -> list[BlockSample]:
-        """One a block, in the order of their forwards. Waits for a GPU to be done."""
+        """Return one sample per block, in the order of forwards; waits for a GPU."""
         if self._events:
             self._events[-1][1].synchronize()
             self._seconds += [a.elapsed_time(b) / 1e3 for a, b in self._events]
             self._events.clear()
-        backward_of: dict[int, float] = {}
-        for step, seconds in zip(schedule.steps, self._seconds, strict=True):
-            if step.kind is StepKind.EXIT and not step.computes:
-                backward_of[step.fragment] = seconds
+        timed = list(zip(schedule.steps, self._seconds, strict=True))
+        backward_of = {
+            step.fragment: seconds
+            for step, seconds in timed
+            if step.kind is StepKind.EXIT and not step.computes
+        }
         samples = []
-        for step, seconds in zip(schedule.steps, self._seconds, strict=True):
+        for step, seconds in timed:
             if step.computes:
                 if step.kind is StepKind.ENTER and step.with_grad:
                     seconds += backward_of[step.fragment]
-                samples.append(_sample(tree, schedule, step, seconds))
+                features = step_features(tree, schedule, step)
+                samples.append(BlockSample(features, seconds, step_kind(step)))
         return samples
-
-
-def _sample(
-    tree: PrefixTree, schedule: Schedule, step: Step, seconds: float
-) -> BlockSample:
-    return BlockSample(step_features(tree, schedule, step), seconds, step_kind(step))
 
 
 class RouterLoad:
     """Counts of one traversal, by a hook on each router.
 
-    Tokens that are not computed (no output depends on them) are not counted.
+    Tokens that are not computed (no needed output depends on them) are not counted.
 
     Raises:
         ValueError: the model has no router that is known.
@@ -100,19 +98,21 @@ class RouterLoad:
         self._weight_T = torch.from_numpy(_sequences_through(tree)).to(device)
         self._is_counted_T = torch.zeros_like(self._weight_T, dtype=torch.bool)
         self._counts = [
-            torch.zeros(_num_experts(r), dtype=torch.int64, device=device)
-            for r in self._routers
+            torch.zeros(num_experts, dtype=torch.int64, device=device)
+            for num_experts in (r.num_experts for r in self._routers)
         ]
 
     @property
     def counts(self) -> tuple[tuple[int, ...], ...]:
-        """For each layer with experts, first to last, a count for each expert."""
+        """Per layer with experts, first to last, one count per expert."""
         return tuple(tuple(count.tolist()) for count in self._counts)
 
     @contextmanager
     def block(self, token_S: Tensor) -> Iterator[None]:
-        """Around the model's run on these tree tokens: its last call counts, and
-        tokens that are computed again do not."""
+        """Context manager for the model's run on these tree tokens.
+
+        Its last call counts; tokens that are computed again do not.
+        """
         weight_S = self._weight_T[token_S] * ~self._is_counted_T[token_S]
         chosen: dict[int, Tensor] = {}
 
@@ -136,19 +136,15 @@ class RouterLoad:
         self._is_counted_T[token_S] = True
 
 
-def _is_router(module: Any) -> bool:
+def _is_router(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Router") and all(
         isinstance(getattr(module, name, None), int)
         for name in ("num_experts", "top_k")
     )
 
 
-def _num_experts(router: Any) -> int:
-    return int(router.num_experts)
-
-
 def _choice(output: Any) -> Tensor:
-    """The chosen experts [tokens, experts a token]: a router's only integers."""
+    """Return the chosen experts [S, K]: a router's only integers."""
     parts = output if isinstance(output, tuple | list) else [output]
     for part in parts:
         if isinstance(part, Tensor) and part.dtype == torch.int64:
@@ -158,7 +154,7 @@ def _choice(output: Any) -> Tensor:
 
 
 def _sequences_through(tree: PrefixTree) -> np.ndarray:
-    """Per tree token, depth first: the number of sequences that it is part of."""
+    """Return per tree token, depth first, the number of sequences through it."""
     through = [len(node.sequences) for node in tree.nodes]
     for node in reversed(tree.nodes):  # children before parents
         if node.parent >= 0:

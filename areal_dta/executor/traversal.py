@@ -1,4 +1,14 @@
-"""State of one depth-first pass over a tree: the two steps, enter and exit."""
+"""One depth-first pass over a tree: its two steps (enter, exit) and its state.
+
+Enter runs a fragment that others hang on and keeps the K/V of its trunk. Exit takes a
+fragment backward with all that its branches injected, and drops it. A fragment without
+children has an exit only. Open fragments form a stack: the path from the root.
+
+Invariants, and the tests that hold them (tests/executor):
+  * a loss reaches each sequence exactly once: test_parity.py
+  * a gradient at an output that was not computed raises: test_needed_outputs.py
+  * graphs and K/V are gone after the exit: test_memory.py
+"""
 
 # T = tree tokens, E = edges, R = rows
 
@@ -22,14 +32,14 @@ from areal_dta.schedule import Fragment, Schedule, Step
 from areal_dta.tree import PrefixTree
 
 GroupLoss = Callable[..., Tensor]
-"""(indices, one list of tensors a channel) -> scalar tensor: the loss of some
-sequences, together."""
+"""(indices, one list of tensors per channel) -> scalar tensor, the loss of some
+sequences together."""
 
 
 class ChannelState:
-    """Values of one channel and the gradients injected into them, by tree token.
+    """Values of one channel and the gradients injected into them, per tree token.
 
-    4 bytes a tree token each: small beside one layer's K/V, so not path-bound.
+    4 bytes per tree token each: small beside one layer's K/V, so not path-bound.
     """
 
     def __init__(
@@ -41,15 +51,11 @@ class ChannelState:
         self.has_grad = False
         self._is_read_T, self._reads_all = is_read_T, needs_all
 
-    def of(self, token_indices: Tensor) -> Tensor:
-        """A sequence's part of the channel."""
-        return self.value_T[token_indices[self.channel.span]]
-
     def inject(self, sequence: int, token_indices: Tensor, grad: Tensor) -> None:
         """Add the gradient of a sequence's loss.
 
         Raises:
-            ValueError: it is not zero at a position that was skipped.
+            ValueError: it is not zero at an output that was skipped.
         """
         index = token_indices[self.channel.span]
         if not self._reads_all:
@@ -77,11 +83,11 @@ class _OpenFragment:
         self.trunk_at = trunk_at
         """Segment -> its first position in the trunk."""
         self.attached = -1
-        """The segment whose path is loaded now."""
+        """The segment at which the loaded path ends."""
 
 
 class Traversal:
-    """One depth-first pass: the channels, the path, and the open fragments (a stack).
+    """State of one depth-first pass: the channels, the path, the open fragments.
 
     Args:
         loss: evaluated at the exit of each fragment on the sequences that end there;
@@ -101,40 +107,33 @@ class Traversal:
     ) -> None:
         self._tree, self._schedule, self._loss = tree, schedule, loss
         self._pace: Pace = pace or FreePace()
-        cut = schedule.cut
+        self._cut = cut = schedule.cut
         parameter = next(model.parameters())
         self._device = parameter.device
         num_layers = model.config.get_text_config().num_hidden_layers
         capacity = max((f.path_tokens for f in cut.fragments), default=0)
         self._path = PathCache(num_layers, capacity, with_grad=schedule.training)
         self.router_load = RouterLoad(model, tree) if config.router_load else None
+        tensors = TreeTensors.of(tree, cut, self._device)
         self._runner = BlockRunner(
-            model,
-            head,
-            TreeTensors.of(tree, cut, self._device),
-            self._path,
-            config.kernel,
-            self.router_load,
+            model, head, tensors, self._path, config.kernel, self.router_load
         )
         self._open: list[_OpenFragment] = []
-        read_T = {
-            True: self._on_device(cut.needed.edge_T),
-            False: self._on_device(cut.needed.output_T),
-        }
+        reads, dtype = cut.reads, accumulation_dtype(parameter.dtype)
         self.channels = [
             ChannelState(
                 channel,
-                read_T[channel.on_edges],
-                needs_all=cut.needed.is_all,
-                dtype=accumulation_dtype(parameter.dtype),
+                self._on_device(reads.edge_T if channel.on_edges else reads.row_T),
+                reads.is_all,
+                dtype,
             )
             for channel in head.channels
         ]
         self.total_loss = 0.0
 
     def enter(self, step: Step) -> None:
-        """Forward of a fragment that others hang on; its trunk's K/V are kept."""
-        fragment = self._schedule.cut.fragments[step.fragment]
+        """Run a fragment that others hang on; keep the K/V of its trunk."""
+        fragment = self._cut.fragments[step.fragment]
         self._attach(fragment)
         block = self._run(fragment, step, keep_kv=True)
         trunk_at, positions = self._trunk_positions(fragment, block)
@@ -148,8 +147,8 @@ class Traversal:
         self._open.append(_OpenFragment(live, trunk, trunk_at))
 
     def exit(self, step: Step) -> None:
-        """Backward of a fragment with all that its branches injected, then drop it."""
-        fragment = self._schedule.cut.fragments[step.fragment]
+        """Take a fragment backward with all that its branches injected; drop it."""
+        fragment = self._cut.fragments[step.fragment]
         opened = self._open.pop() if fragment.children else None
         if opened is not None:
             opened.trunk.unload()
@@ -167,28 +166,28 @@ class Traversal:
         self._backward(fragment, block, opened)
 
     def finish(self) -> None:
-        """The losses of sequences of which nothing is computed."""
-        unread = list(self._schedule.cut.unread_sequences)
+        """Evaluate the losses of sequences of which nothing is computed."""
+        unread = list(self._cut.unread_sequences)
         if self._loss is not None and unread:
             self.inject(self._loss, unread)
 
     def outputs(self, sequence: int) -> list[Tensor]:
-        """A sequence's part of each channel."""
+        """Return a sequence's part of each channel."""
         index = self._token_indices(sequence)
-        return [channel.of(index) for channel in self.channels]
+        return [c.value_T[index[c.channel.span]] for c in self.channels]
 
     def inject(self, loss: GroupLoss, sequences: list[int]) -> None:
         """Evaluate a loss on detached values and file its gradients."""
-        indices = [self._token_indices(s) for s in sequences]
-        leaves = [[c.of(i).requires_grad_() for i in indices] for c in self.channels]
-        value = as_scalar(loss(sequences, *leaves))
+        leaves = [[x.requires_grad_() for x in self.outputs(s)] for s in sequences]
+        value = as_scalar(loss(sequences, *map(list, zip(*leaves, strict=True))))
         self.total_loss += float(value.detach())
         if not value.requires_grad:  # a constant: nothing to learn from
             return
-        flat = [leaf for channel in leaves for leaf in channel]
+        flat = [leaf for of_sequence in leaves for leaf in of_sequence]
         grads = iter(torch.autograd.grad(value, flat, allow_unused=True))
-        for channel in self.channels:
-            for sequence, index in zip(sequences, indices, strict=True):
+        for sequence in sequences:
+            index = self._token_indices(sequence)
+            for channel in self.channels:
                 grad = next(grads)
                 if grad is not None:
                     channel.inject(sequence, index, grad)
@@ -200,18 +199,13 @@ class Traversal:
         return self._on_device(self._tree.token_indices(sequence))
 
     def _attach(self, fragment: Fragment) -> None:
-        """Have the path buffer end at the segment that ``fragment`` hangs on."""
-        if not self._open:
+        """Make the path buffer end at the segment that ``fragment`` hangs on."""
+        if not self._open or self._open[-1].attached == fragment.attach:
             return
         parent = self._open[-1]
-        if parent.attached == fragment.attach:
-            return
-        cut = self._schedule.cut
         positions = [
-            np.arange(
-                parent.trunk_at[s], parent.trunk_at[s] + cut.segments[s].num_tokens
-            )
-            for s in cut.chain(fragment.attach, fragment.parent)
+            parent.trunk_at[s] + np.arange(self._cut.segments[s].num_tokens)
+            for s in self._cut.chain(fragment.attach, fragment.parent)
         ]
         parent.trunk.load(self._on_device(np.concatenate(positions)))
         parent.attached = fragment.attach
@@ -220,14 +214,13 @@ class Traversal:
         self, fragment: Fragment, block: BlockOutput
     ) -> tuple[dict[int, int], Tensor]:
         """Where each trunk segment lies in the trunk, and the trunk in the block."""
-        segments, offsets = self._schedule.cut.segments, block.layout.offsets
         trunk_at: dict[int, int] = {}
         positions: list[np.ndarray] = []
         size = 0
         for s in fragment.trunk:
+            num_tokens = self._cut.segments[s].num_tokens
             trunk_at[s] = size
-            num_tokens = segments[s].num_tokens
-            positions.append(np.arange(offsets[s], offsets[s] + num_tokens))
+            positions.append(block.layout.offsets[s] + np.arange(num_tokens))
             size += num_tokens
         return trunk_at, self._on_device(np.concatenate(positions))
 
@@ -249,16 +242,17 @@ class Traversal:
     ) -> None:
         roots: list[Tensor] = []
         grads: list[Tensor] = []
+        # Gradients of the losses. A channel that is only reported, as entropies mostly
+        # are, has none and costs nothing.
         for channel, output in zip(self.channels, block.outputs, strict=True):
-            # a channel that is only reported, as entropies mostly are, costs nothing
             if output.numel() and channel.has_grad:
                 roots.append(output)
                 grads.append(channel.grad_T[self._filed_under(channel, block)])
+        # Gradients that the branches sent to keys and values of the trunk.
         if opened is not None:
             _, positions = self._trunk_positions(fragment, block)
-            trunk = opened.trunk
             kv = [*block.keys, *block.values]
-            kv_grads = [*trunk.grad_k, *trunk.grad_v]
+            kv_grads = [*opened.trunk.grad_k, *opened.trunk.grad_v]
             for root, grad in zip(kv, kv_grads, strict=True):
                 roots.append(root)
                 spread = torch.zeros_like(root)
@@ -267,10 +261,10 @@ class Traversal:
 
 
 def as_scalar(loss: Tensor) -> Tensor:
-    """Check what a loss returned.
+    """Return a loss of shape [].
 
     Raises:
-        ValueError: it is not a tensor with one number.
+        ValueError: the loss is not a tensor with one element.
     """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

@@ -7,11 +7,12 @@ from all that was injected into it, so the sum over all branches through it is e
 and each branch's graph is freed as soon as it is done.
 
 Invariants, and the tests that hold them (tests/executor):
-  * gradients equal one-sequence-at-a-time training: test_parity.py, for losses over
-    the whole batch and for critics: test_scopes.py
+  * gradients equal one-sequence-at-a-time training: test_parity.py, test_losses.py;
+    for losses over the whole batch and for critics: test_scopes.py
   * the same for any block and retain budget, child order and batch order: the same
-  * only what is read is computed: test_positions.py
+  * only needed outputs are computed: test_needed_outputs.py
   * memory follows the longest path, not the number of branches: test_memory.py
+  * same batch, same bits; half precision as good as dense: test_numerics.py
 """
 
 from __future__ import annotations
@@ -43,18 +44,19 @@ from areal_dta.schedule import (
 from areal_dta.tree import PrefixTree
 
 Positions = Sequence[np.ndarray]
-"""Per sequence a mask of the outputs that are read: [len-1] for logprobs, entry t
-belonging to token t+1; [len] for values."""
+"""Per sequence a mask of the needed outputs: [len-1] for logprobs, where entry t
+belongs to token t+1; [len] for values."""
 
 
 class TreeExecutor:
     """Runs prefix trees through a Hugging Face decoder.
 
-    Between calls the model is untouched: its attention is replaced during a call only.
+    The model's attention is replaced during a call only; between calls the model is
+    untouched.
 
     Args:
         outputs: ``logprobs`` (with entropies), of a causal language model; or
-            ``values``, of a model with one number a token (critic, reward model).
+            ``values``, of a model with one scalar per token (critic, reward model).
 
     Raises:
         UnsupportedModelError: the model cannot be split at a prefix.
@@ -73,23 +75,25 @@ class TreeExecutor:
         self.last_stats: ExecutionStats | None = None
         self.last_schedule: Schedule | None = None
         self.last_samples: list[BlockSample] = []
-        """Seconds of each block of the last call, both passes of it if it took two;
-        empty where a block waits for other ranks."""
+        """Seconds of each block of the last call, of both passes if it took two; empty
+        where a block waits for other ranks."""
         check_model_supported(model, training=False)
         self._head = make_head(outputs, model, self.config)
 
     def forward(
         self, tree: PrefixTree, positions: Positions | None = None
     ) -> list[Any]:
-        """Outputs of every sequence, in input order, without gradients.
+        """Compute the outputs of every sequence, in input order, without gradients.
 
-        With ``positions`` only what they name is computed; the rest is 0.
+        Args:
+            positions: the needed outputs; the others are 0. None: all.
 
         Returns:
-            A SequenceOutput (logprobs and entropy [len-1]) or a ValueOutput (values
-            [len]) for each sequence, fp32 (fp64 for an fp64 model).
+            Per sequence a SequenceOutput (logprobs and entropy, [len-1]) or a
+            ValueOutput (values, [len]), fp32 (fp64 for an fp64 model).
         """
-        traversal = self._forward(tree, self._needed(tree, positions))
+        self.last_samples = []
+        traversal = self._traverse(tree, self._reads(tree, positions), training=False)
         kind: Any = SequenceOutput if self.outputs == "logprobs" else ValueOutput
         return [kind(*traversal.outputs(i)) for i in range(tree.num_sequences)]
 
@@ -99,16 +103,18 @@ class TreeExecutor:
         sequence_loss: Callable[..., Tensor],
         positions: Positions | None = None,
     ) -> float:
-        """Sum of ``sequence_loss`` over the sequences; gradients accumulate.
+        """Return the sum of ``sequence_loss`` over the sequences; accumulate gradients.
 
-        ``sequence_loss(index, logprobs, entropy)``, or ``(index, values)``, gets
-        detached values that require grad and returns a scalar. All arguments carry
-        gradients. With ``positions`` only what they name is computed, the rest is 0
-        and must not be learned from.
+        Args:
+            sequence_loss: called as ``(index, logprobs, entropy)`` or ``(index,
+                values)`` on detached tensors that require grad; returns a scalar
+                tensor. It may use every argument.
+            positions: the needed outputs. The others are 0, and the loss must not
+                have a gradient there. None: all.
 
         Raises:
             UnsupportedModelError: the model, as it is set now, cannot be trained.
-            ValueError: a loss is not a scalar tensor, or has a gradient at a position
+            ValueError: a loss is not a scalar tensor, or has a gradient at an output
                 that was skipped.
         """
 
@@ -125,67 +131,40 @@ class TreeExecutor:
         positions: Positions | None = None,
         scope: str = "sequence",
     ) -> float:
-        """As ``forward_backward``, for a loss over several sequences.
-
-        ``group_loss(indices, logprobs, entropies)``, or ``(indices, values)``, gets
-        one tensor a sequence in each list.
+        """Do what ``forward_backward`` does, for a loss over several sequences.
 
         Args:
-            scope: ``sequence`` calls the loss once for each block in which sequences
-                end, in depth-first order, and adds up: exact for losses that are sums
-                over sequences. ``batch`` calls it once, on all sequences in input
-                order: exact for any loss, for one more forward.
+            group_loss: called as ``(indices, logprobs, entropies)`` or ``(indices,
+                values)``, with one tensor per sequence in each list.
+            scope: ``sequence`` calls the loss once per block in which sequences end,
+                in depth-first order, and adds up: exact for losses that are sums over
+                sequences. ``batch`` calls it once, on all sequences in input order:
+                exact for any loss, for one more forward.
         """
         check_model_supported(self.model, training=True)
-        needed = self._needed(tree, positions)
+        self.last_samples = []
+        reads = self._reads(tree, positions)
         if scope == "sequence":
-            return self._train(tree, needed, group_loss, None).total_loss
+            return self._traverse(tree, reads, True, group_loss).total_loss
         if scope != "batch":
             raise ValueError(f"scope={scope!r}; expected sequence or batch")
-        collected = self._forward(tree, needed)
+        # One pass for the outputs, the loss on all of them, one pass for its gradients.
+        first = self._traverse(tree, reads, training=False)
         if tree.num_sequences:
             with torch.enable_grad():
-                collected.inject(group_loss, list(range(tree.num_sequences)))
-        self._train(tree, needed, None, collected)
-        return collected.total_loss
+                first.inject(group_loss, list(range(tree.num_sequences)))
+        self._traverse(tree, reads, training=True, injected=first)
+        return first.total_loss
 
-    def _needed(self, tree: PrefixTree, positions: Positions | None) -> NeededOutputs:
-        if self.outputs == "values":
-            return NeededOutputs.values_at(tree, positions)
-        return (
-            NeededOutputs.all(tree)
-            if positions is None
-            else NeededOutputs.logprobs_at(tree, positions)
-        )
-
-    def _forward(self, tree: PrefixTree, needed: NeededOutputs) -> Traversal:
-        self.last_samples = []
-        with torch.no_grad():
-            schedule = self._schedule(tree, needed, training=False)
-            traversal = self._start(tree, schedule, None)
-            self._walk(tree, traversal, schedule)
-        return traversal
-
-    def _train(
+    def _traverse(
         self,
         tree: PrefixTree,
-        needed: NeededOutputs,
-        loss: GroupLoss | None,
-        injected: Traversal | None,
+        reads: Reads,
+        training: bool,
+        loss: GroupLoss | None = None,
+        injected: Traversal | None = None,
     ) -> Traversal:
-        if injected is None:
-            self.last_samples = []
-        with torch.enable_grad():
-            schedule = self._schedule(tree, needed, training=True)
-            traversal = self._start(tree, schedule, loss)
-            if injected is not None:
-                traversal.channels = injected.channels
-            self._walk(tree, traversal, schedule)
-        return traversal
-
-    def _schedule(
-        self, tree: PrefixTree, needed: NeededOutputs, training: bool
-    ) -> Schedule:
+        """Walk the tree once; with the gradients that ``injected`` holds, if given."""
         config = self.config
         schedule = build_schedule(
             tree,
@@ -195,36 +174,38 @@ class TreeExecutor:
             needed,
             config.fragments,
         )
-        self.last_schedule = schedule
-        self.last_stats = ExecutionStats.of(tree, schedule)
-        return schedule
-
-    def _start(
-        self, tree: PrefixTree, schedule: Schedule, loss: GroupLoss | None
-    ) -> Traversal:
-        return Traversal(
-            self.model, self._head, self.config, tree, schedule, loss, self.pace
+        traversal = Traversal(
+            self.model, self._head, config, tree, schedule, loss, self.pace
         )
-
-    def _walk(self, tree: PrefixTree, traversal: Traversal, schedule: Schedule) -> None:
+        if injected is not None:
+            traversal.channels = injected.channels
         timer = BlockTimer(next(self.model.parameters()).device)
-        if schedule.steps or self.pace.calls_when_empty:
-            with (
-                tree_attention(self.model),
-                self.pace.traversal(schedule, self._idle_call),
-            ):
-                for step in schedule.steps:
-                    with timer.step():
-                        if step.kind is StepKind.ENTER:
-                            traversal.enter(step)
-                        else:
-                            traversal.exit(step)
-        traversal.finish()
+        with torch.set_grad_enabled(training):
+            if schedule.steps or self.pace.calls_when_empty:
+                with (
+                    tree_attention(self.model),
+                    self.pace.traversal(schedule, self._idle_call),
+                ):
+                    for step in schedule.steps:
+                        with timer.step():
+                            if step.kind is StepKind.ENTER:
+                                traversal.enter(step)
+                            else:
+                                traversal.exit(step)
+            traversal.finish()
         if not self.pace.waits_for_others:
             self.last_samples += timer.samples(tree, schedule)
-        if traversal.router_load is not None and self.last_stats is not None:
+        self.last_schedule = schedule
+        self.last_stats = ExecutionStats.of(tree, schedule)
+        if traversal.router_load is not None:
             load = traversal.router_load.counts
             self.last_stats = dataclasses.replace(self.last_stats, expert_load=load)
+        return traversal
+
+    def _reads(self, tree: PrefixTree, positions: Positions | None) -> Reads:
+        if self.outputs == "values":
+            return Reads.at_rows(tree, positions)
+        return Reads.all(tree) if positions is None else Reads.at(tree, positions)
 
     def _idle_call(self) -> list[Tensor]:
         return idle_outputs(self.model, self._head, self.config.kernel)

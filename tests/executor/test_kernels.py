@@ -1,4 +1,4 @@
-"""Every backend gives what plain softmax attention gives, whatever the shape."""
+"""Every kernel gives what plain softmax attention gives, whatever the shape."""
 
 import copy
 
@@ -7,78 +7,68 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from areal_dta.executor import ExecutorConfig
+from areal_dta.executor import ExecutorConfig, TreeExecutor, oracle
 from areal_dta.executor.block_layout import BlockShape
-from areal_dta.executor.kernels import KERNELS, Mask, Scoring
-from areal_dta.executor.kernels.flash_cuda import (
-    AtenKernels,
-    FlashCudaKernel,
-    Lengths,
-)
+from areal_dta.executor.kernels import KERNELS, Mask, Scoring, Term
+from areal_dta.executor.kernels.flash_cuda import FlashCudaKernel, Lengths
+from areal_dta.tree import PrefixTree
 from tests.builders import random_batch
-from tests.executor.test_block_shape import shapes
+from tests.executor.test_block_layout import shapes
 from tests.executor.test_parity import compare
 from tests.models import VOCAB_SIZE, gradients, relative_error, tiny_model
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 SCORING = Scoring(scale=0.3)
+ORACLE = KERNELS["masked_softmax"]
 
 
-class SlowKernels:
-    """Attention of packed sequences, one pair at a time, as the kernels define it."""
+class OnAnyDevice(FlashCudaKernel):
+    """The CUDA kernel's own work on a CPU, with PyTorch's operators replaced.
+
+    Attention of packed sequences, one pair at a time, as the operators define it.
+    """
+
+    name = "flash_cuda_slow"
+
+    def supports(self, q, k, v, scoring):
+        return scoring.softcap is None
 
     def _pairs(self, lengths: Lengths):
         q, k = lengths.cumulative_q.tolist(), lengths.cumulative_k.tolist()
-        sizes = (np.diff(q).max(), np.diff(k).max())
-        assert sizes == (lengths.longest_q, lengths.longest_k)
+        assert (np.diff(q).max(), np.diff(k).max()) == (lengths.max_q, lengths.max_k)
         for i in range(len(q) - 1):
             yield slice(q[i], q[i + 1]), slice(k[i], k[i + 1])
 
-    def _term(self, q, k, lengths: Lengths):
-        num_q, num_k = q.shape[0], k.shape[0]
-        visible = torch.ones(num_q, num_k, dtype=torch.bool)
-        if lengths.causal:
-            visible = visible.tril(num_k - num_q)
-        views = [x.transpose(0, 1)[None] for x in (q, k)]
-        return *views, Mask(visible=visible)
+    def _term(self, k, v, num_queries, lengths: Lengths, scale) -> Term:
+        visible = torch.ones(num_queries, len(k), dtype=torch.bool)
+        if lengths.is_causal:
+            visible = visible.tril(len(k) - num_queries)
+        return Term(batched(k), batched(v), Mask(visible=visible), Scoring(scale))
 
-    def forward(self, q, k, v, lengths, scale):
+    def attend(self, q, k, v, lengths, scale):
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[1], q.shape[0])
         for rows, columns in self._pairs(lengths):
-            q1, k1, mask = self._term(q[rows], k[columns], lengths)
-            v1 = v[columns].transpose(0, 1)[None]
-            part, part_lse = KERNELS["masked_softmax"].forward(
-                q1, k1, v1, mask, Scoring(scale)
-            )
+            term = self._term(k[columns], v[columns], len(q[rows]), lengths, scale)
+            part, part_lse = ORACLE.forward(batched(q[rows]), term)
             out[rows], lse[:, rows] = part[0].transpose(0, 1), part_lse[0]
         return out, lse
 
-    def backward(self, grad_out, q, k, v, out, lse, lengths, scale):
+    def attend_backward(self, grad_out, q, k, v, out, lse, lengths, scale):
         grads = [torch.empty_like(x) for x in (q, k, v)]
         for rows, columns in self._pairs(lengths):
-            q1, k1, mask = self._term(q[rows], k[columns], lengths)
-            v1 = v[columns].transpose(0, 1)[None]
-            do, o = (x[rows].transpose(0, 1)[None] for x in (grad_out, out))
-            parts = KERNELS["masked_softmax"].backward(
-                do, q1, k1, v1, o, lse[None, :, rows], mask, Scoring(scale)
-            )
+            term = self._term(k[columns], v[columns], len(q[rows]), lengths, scale)
+            do, q1, o = (batched(x[rows]) for x in (grad_out, q, out))
+            parts = ORACLE.backward(do, q1, o, lse[None, :, rows], term)
             where = (rows, columns, columns)
             for grad, part, at in zip(grads, parts, where, strict=True):
                 grad[at] = part[0].transpose(0, 1)
         return tuple(grads)
 
 
-class OnAnyDevice(FlashCudaKernel):
-    """The CUDA backend's own work on a CPU: all but its kernels."""
-
-    name = "flash_cuda_slow"
-
-    def __init__(self):
-        super().__init__(SlowKernels())
-
-    def supports(self, q, k, v, scoring):
-        return scoring.softcap is None
+def batched(packed):
+    """[S, N, H] as [1, N, S, H]."""
+    return packed.transpose(0, 1)[None]
 
 
 @pytest.fixture
@@ -98,12 +88,12 @@ def tensors(num_queries: int, num_keys: int, dtype=torch.float64):
     ]
 
 
-def check(backend, q, k, v, grad_out, mask, tolerance=1e-12) -> None:
-    reference = KERNELS["masked_softmax"]
-    expected = reference.forward(q, k, v, copy.copy(mask), SCORING)
-    got = backend.forward(q, k, v, mask, SCORING)
-    want_grads = reference.backward(grad_out, q, k, v, *expected, mask, SCORING)
-    got_grads = backend.backward(grad_out, q, k, v, *expected, mask, SCORING)
+def check(kernel, q, k, v, grad_out, mask, tolerance=1e-12) -> None:
+    term, plain = Term(k, v, mask, SCORING), Term(k, v, copy.copy(mask), SCORING)
+    expected = ORACLE.forward(q, plain)
+    got = kernel.forward(q, term)
+    want_grads = ORACLE.backward(grad_out, q, *expected, plain)
+    got_grads = kernel.backward(grad_out, q, *expected, term)
     pairs = [*zip(got, expected, strict=True), *zip(got_grads, want_grads, strict=True)]
     for a, b in pairs:
         assert a.shape == b.shape
@@ -114,19 +104,19 @@ def check(backend, q, k, v, grad_out, mask, tolerance=1e-12) -> None:
 KERNELS_HERE = [KERNELS["flash_cpu"], OnAnyDevice()]
 
 
-@pytest.mark.parametrize("backend", KERNELS_HERE, ids=lambda b: b.name)
+@pytest.mark.parametrize("kernel", KERNELS_HERE, ids=lambda k: k.name)
 @settings(max_examples=60, deadline=None)
 @given(shape=shapes())
-def test_a_block_with_itself(backend, shape):
+def test_a_block_with_itself(kernel, shape):
     block = BlockShape(*shape)
     size = block.num_tokens
-    check(backend, *tensors(size, size), Mask(block))
+    check(kernel, *tensors(size, size), Mask(block))
 
 
-@pytest.mark.parametrize("backend", KERNELS_HERE, ids=lambda b: b.name)
+@pytest.mark.parametrize("kernel", KERNELS_HERE, ids=lambda k: k.name)
 @pytest.mark.parametrize("size", [(1, 1), (1, 300), (300, 1), (200, 130)])
-def test_a_path(backend, size):
-    check(backend, *tensors(*size), Mask())
+def test_a_path(kernel, size):
+    check(kernel, *tensors(*size), Mask())
 
 
 def test_a_chain_with_path_and_itself():
@@ -135,8 +125,8 @@ def test_a_chain_with_path_and_itself():
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-gqa4", "qwen3-tied"])
-@pytest.mark.parametrize("backend", ["flash_cpu", "slow_cuda"])
-def test_blocks_of_many_tiles_in_a_model(name, backend, slow_cuda):
+@pytest.mark.parametrize("kernel", ["flash_cpu", "slow_cuda"])
+def test_blocks_of_many_tiles_in_a_model(name, kernel, slow_cuda):
     """Long enough that blocks fall into several tiles, levels and joined chains."""
     model = tiny_model(name, torch.float64)
     rng = np.random.default_rng(3)
@@ -144,30 +134,30 @@ def test_blocks_of_many_tiles_in_a_model(name, backend, slow_cuda):
     long = rng.integers(0, VOCAB_SIZE, 330).tolist()
     batch += [long[:n] + rng.integers(0, VOCAB_SIZE, 90).tolist() for n in (150, 330)]
     batch += [long[:150] + [1, 2, 3], rng.integers(0, VOCAB_SIZE, 220).tolist()]
-    backend = slow_cuda if backend == "slow_cuda" else backend
+    kernel = slow_cuda if kernel == "slow_cuda" else kernel
     for block_tokens, retain_tokens in [(512, None), (130, 0)]:
-        compare(model, batch, ExecutorConfig(block_tokens, retain_tokens, 1.0, backend))
+        compare(model, batch, ExecutorConfig(block_tokens, retain_tokens, 1.0, kernel))
 
 
-def test_the_kernels_of_this_pytorch_take_our_arguments():
+def test_the_operators_of_this_pytorch_take_our_arguments():
     """Shapes and signatures, without a device."""
     q, k, v, grad = (
         x[0].transpose(0, 1).to("meta") for x in tensors(50, 120, torch.bfloat16)
     )
     lengths = Lengths.of([(0, 20), (20, 50)], [(0, 70), (70, 120)], True, q.device)
-    kernels = AtenKernels()
-    out, lse = kernels.forward(q, k, v, lengths, 0.3)
+    kernel = KERNELS["flash_cuda"]
+    out, lse = kernel.attend(q, k, v, lengths, 0.3)
     assert out.shape == q.shape and lse.shape == (HEADS, 50)
     assert lse.dtype == torch.float32
-    grads = kernels.backward(grad, q, k, v, out, lse, lengths, 0.3)
+    grads = kernel.attend_backward(grad, q, k, v, out, lse, lengths, 0.3)
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_cuda_against_the_reference(dtype):
+def test_cuda_against_masked_softmax(dtype):
     """Rounding of the dtype is all that may differ."""
-    backend = KERNELS["flash_cuda"]
+    kernel = KERNELS["flash_cuda"]
     for mask, sizes in [
         (Mask(BlockShape([70, 30, 50], [-1, 0, 0])), (150, 150)),
         (Mask(BlockShape([33, 64, 5, 9], [-1, 0, 1, -1])), (111, 111)),
@@ -175,15 +165,13 @@ def test_cuda_against_the_reference(dtype):
         (Mask(), (90, 700)),
     ]:
         inputs = [x.cuda() for x in tensors(*sizes, dtype)]
-        assert backend.supports(*inputs[:3], SCORING)
-        check(backend, *inputs, mask, tolerance=2e-2)
+        assert kernel.supports(*inputs[:3], SCORING)
+        check(kernel, *inputs, mask, tolerance=2e-2)
 
 
 @pytest.mark.gpu
 def test_a_model_on_cuda_against_its_fp32_self():
     """Gradients in bf16 are as near to fp32 as dense ones are."""
-    from areal_dta.executor import TreeExecutor, oracle
-    from areal_dta.tree import PrefixTree
 
     sizes = {"head_dim": 64, "hidden_size": 128, "num_hidden_layers": 3}
     batch = random_batch(np.random.default_rng(5), 12, 300, VOCAB_SIZE)

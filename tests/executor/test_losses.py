@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForTokenClassification
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor, oracle
 from areal_dta.tree import PrefixTree
@@ -21,7 +20,6 @@ from tests.builders import random_batch
 from tests.models import (
     VOCAB_SIZE,
     gradients,
-    keep_norms_in_fp64,
     relative_error,
     tiny_model,
 )
@@ -33,7 +31,7 @@ CLIP, CLIP_HIGHER, DUAL_CLIP = 0.2, 0.3, 1.6
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What comes with the tokens, a tensor a sequence; logprobs of stale policies."""
+    """Data beside the tokens, one tensor per sequence; logprobs of stale policies."""
 
     tokens: list[list[int]]
     mask: list[Tensor]
@@ -54,16 +52,6 @@ class Rows:
 @pytest.fixture(scope="module")
 def model():
     return tiny_model("qwen3", torch.float64)
-
-
-@pytest.fixture(scope="module")
-def value_model():
-    config = tiny_model("qwen3").config
-    config.num_labels, config.classifier_dropout = 1, 0.0
-    torch.manual_seed(3)
-    model = AutoModelForTokenClassification.from_config(config).double().train()
-    keep_norms_in_fp64(model)
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +127,7 @@ def rejected_sequences(rows: Rows, i: int, logprobs: Tensor, entropy: Tensor) ->
 
 
 def gspo(rows: Rows, i: int, logprobs: Tensor, entropy: Tensor) -> Tensor:
-    """One ratio a sequence, the geometric mean over its loss tokens."""
+    """One ratio per sequence, the geometric mean over its loss tokens."""
     mask = rows.mask[i]
     ratio = (logprobs - rows.prox[i])[mask].mean().exp()
     advantage = rows.advantages[i][mask].mean()

@@ -56,7 +56,7 @@ class _Hold:
 
 
 def counted(model, executor: TreeExecutor, tree: PrefixTree) -> LiveBytes:
-    # parameter gradients are there before the count: they are not per token
+    # Parameter gradients exist before the count: they are not per token.
     executor.forward_backward(tree, lambda i, lp, h: lp.sum())
     counter = LiveBytes(*[p.grad for p in model.parameters()], *model.parameters())
     with counter:
@@ -65,8 +65,11 @@ def counted(model, executor: TreeExecutor, tree: PrefixTree) -> LiveBytes:
 
 
 def peak_bytes(num_branches: int, retain_tokens: int | None) -> int:
-    """Of activations, K/V and their gradients, without what a token costs once:
-    its id, four numbers (logprob, entropy and their gradients) and two flags."""
+    """Return the peak of activations, K/V and their gradients.
+
+    Without what every token costs once: its id, four scalars (logprob, entropy and
+    their gradients) and two flags.
+    """
     trunk = [i % VOCAB_SIZE for i in range(96)]
     batch = []
     for b in range(num_branches):
@@ -97,7 +100,7 @@ def test_graphs_are_freed_at_the_end(retain_tokens):
     assert counted(model, executor, tree).live == 0
 
 
-def test_peak_of_the_plan_is_what_is_reported():
+def test_peak_of_the_schedule_is_what_is_reported():
     tree = PrefixTree.from_sequences([list(range(30)), list(range(20)) + [39] * 9])
     executor = TreeExecutor(tiny_model("qwen3"), ExecutorConfig(8, 16))
     executor.forward_backward(tree, lambda i, lp, h: lp.sum())

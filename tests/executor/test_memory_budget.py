@@ -1,4 +1,4 @@
-"""Predicted bytes against counted ones; budgets that fit; smaller ones after an OOM."""
+"""Predicted bytes equal counted ones, budgets fit, and they shrink after an OOM."""
 
 import dataclasses
 

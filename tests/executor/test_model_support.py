@@ -1,4 +1,4 @@
-"""What cannot be split at a prefix is refused by name, never ignored."""
+"""Models that cannot be split at a prefix are refused by name, never silently."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Only what is read is computed, and it is what it was before."""
+"""Only needed outputs are computed, and they equal the oracle's."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor, oracle
+from areal_dta.executor import (
+    ExecutorConfig,
+    TreeExecutor,
+    fused_logprobs,
+    oracle,
+)
 from areal_dta.tree import PrefixTree
 from tests.builders import batches, random_batch
 from tests.models import VOCAB_SIZE, gradients, relative_error, tiny_model
@@ -40,7 +45,7 @@ def masked_loss(masks):
     chunk=st.sampled_from([1, 3 * VOCAB_SIZE, 2**25]),
     seed=st.integers(0, 99),
 )
-def test_gradients_and_values_at_read_positions(
+def test_gradients_and_values_of_needed_outputs(
     model, batch, share, block_tokens, retain_tokens, chunk, seed
 ):
     masks = random_masks(batch, share, seed)
@@ -62,7 +67,7 @@ def test_gradients_and_values_at_read_positions(
         assert relative_error(got.entropy[mask], expected[i].entropy[mask]) <= 1e-10
 
 
-def test_few_positions_compute_few_tokens_and_rows(model):
+def test_few_needed_outputs_compute_few_tokens_and_rows(model):
     prompt = list(range(3, 33))
     batch = [[*prompt, a, 5, 6, *range(3, 23)] for a in (1, 2, 3)]
     masks = [np.zeros(len(s) - 1, dtype=bool) for s in batch]
@@ -102,18 +107,16 @@ def test_a_position_that_another_sequence_reads_may_be_used(model):
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 2**25])
-def test_logits_are_held_a_chunk_at_a_time(chunk, monkeypatch):
+def test_at_most_a_chunk_of_logits_is_held(chunk, monkeypatch):
     sizes = []
-    from areal_dta.executor import fused_logprobs as token_head
-
-    project = token_head._project
+    project = fused_logprobs._project
 
     def recorded(hidden, weight, bias):
         logits = project(hidden, weight, bias)
         sizes.append(logits.numel())
         return logits
 
-    monkeypatch.setattr(token_head, "_project", recorded)
+    monkeypatch.setattr(fused_logprobs, "_project", recorded)
     model = tiny_model("qwen3")
     config = ExecutorConfig(block_tokens=32, logit_chunk_elements=chunk)
     batch = random_batch(np.random.default_rng(1), 8, 20, VOCAB_SIZE)

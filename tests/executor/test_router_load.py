@@ -1,4 +1,4 @@
-"""Experts' loads of a tree are those of its sequences, one at a time."""
+"""The expert load of a tree equals that of its sequences, one at a time."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ def build(name):
 
 
 def loads_one_by_one(model, batch, tree, is_computed_T):
-    """Of the computed tokens of each sequence, from the routers' own output."""
+    """Loads of the computed tokens of each sequence, from the routers' own output."""
     chosen: list[torch.Tensor] = []
     routers = [m for m in model.modules() if type(m).__name__.endswith("Router")]
     handles = [

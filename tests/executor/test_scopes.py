@@ -1,4 +1,4 @@
-"""Losses over the whole batch, and models that give values instead of logprobs."""
+"""Losses over the whole batch, and models with values instead of logprobs."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,6 @@ from tests.builders import batches, random_batch
 from tests.models import (
     VOCAB_SIZE,
     gradients,
-    keep_norms_in_fp64,
     relative_error,
     tiny_model,
 )
@@ -25,17 +24,6 @@ BUDGETS = [(3, 0), (16, 24), (512, None)]
 @pytest.fixture(scope="module")
 def model():
     return tiny_model("qwen3", torch.float64)
-
-
-@pytest.fixture(scope="module")
-def value_model():
-    config = tiny_model("qwen3").config
-    config.num_labels = 1
-    config.classifier_dropout = 0.0
-    torch.manual_seed(3)
-    model = AutoModelForTokenClassification.from_config(config).double().train()
-    keep_norms_in_fp64(model)
-    return model
 
 
 def dense_batch(model, batch, batch_loss) -> float:

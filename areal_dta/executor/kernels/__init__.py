@@ -9,6 +9,7 @@ from areal_dta.executor.kernels.base import (
     Gradients,
     Mask,
     Scoring,
+    Term,
     accumulation_dtype,
     merge,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "Gradients",
     "Mask",
     "Scoring",
+    "Term",
     "accumulation_dtype",
     "merge",
     "select_kernel",

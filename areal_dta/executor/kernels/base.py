@@ -1,20 +1,19 @@
-"""What an attention backend does: one term of a block's attention.
+"""The interface of an attention kernel: one term of a block's attention.
 
-A term is the block's queries against one set of keys, with its log-sum-exp: the path,
-the block itself, or for a chain both at once. Terms are merged by their log-sum-exps
-in executor/path_attention.py; ``backward`` gets the merged output and log-sum-exp,
-which makes each term's gradients exact (as in ring attention: Liu et al., arXiv
-2310.01889).
+A term is the block's queries against one set of keys, with its log-sum-exp (LSE): the
+path, the block itself, or for a chain both at once. executor/attention.py merges terms
+by their LSEs. ``backward`` receives the merged output and LSE, which makes the
+gradients of each term exact (as in ring attention: Liu et al., arXiv 2310.01889).
 
 Masks are bounded by block x (path + block); most terms need none.
 """
 
-# S = queries, T = keys, N = query heads, K = key/value heads, G = N / K, H = head dim
+# S = queries, T = keys, N = query heads, K = key/value heads, H = head dim
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -25,14 +24,14 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Mask:
-    """Who sees whom in a term: everybody, as a block's shape says, or as told.
+    """Which queries see which keys: all, those that ``shape`` implies, or ``visible``.
 
-    A backend may leave in ``cache`` what it derives from the mask: all layers of a
-    block share one, and its backward finds it again.
+    All layers of a block share one mask; kernels keep what they derive from it in
+    ``cache``, where other layers and the backward find it again.
 
     Args:
-        shape: the keys are the block's own; or its last ones are, and all queries
-            see the others. The latter for chains only.
+        shape: the keys are the block's own. For chains, path tokens may come before
+            them, which all queries see.
         visible: bool [S, T], True where a query sees a key.
     """
 
@@ -44,7 +43,7 @@ class Mask:
         self.cache: dict[object, object] = {}
 
     def visible(self, num_keys: int, device: torch.device) -> Tensor | None:
-        """The whole matrix; None if everybody sees everything."""
+        """Return the whole matrix, or None if every query sees every key."""
         if self.shape is None:
             return self.matrix
         num_above = num_keys - self.shape.num_tokens
@@ -60,17 +59,24 @@ class Mask:
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """From products to scores: ``softcap * tanh(q.k * scale / softcap)``."""
+    """How products become scores: ``softcap * tanh(q.k * scale / softcap)``."""
 
     scale: float
     softcap: float | None = None
 
 
-class AttentionKernel(Protocol):
-    """q: [1, N, S, H]; k, v: [1, K, T, H]; out like q; lse: [1, N, S], fp32 or fp64.
+class Term(NamedTuple):
+    """One set of keys for the queries of a block."""
 
-    S and T are at least 1 (the CPU flash kernel divides by zero on empty segments).
-    """
+    k: Tensor
+    """[1, K, T, H]; T is at least 1 (CPU flash divides by zero without keys)."""
+    v: Tensor
+    mask: Mask
+    scoring: Scoring
+
+
+class AttentionKernel(Protocol):
+    """q, out, grad_out: [1, N, S, H]; lse: [1, N, S], fp32 or fp64."""
 
     name: str
     joins_chains: bool
@@ -78,33 +84,29 @@ class AttentionKernel(Protocol):
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> bool: ...
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scoring: Scoring
-    ) -> tuple[Tensor, Tensor]: ...
+    def forward(self, q: Tensor, term: Term) -> tuple[Tensor, Tensor]:
+        """Return out and lse of this term alone."""
+        ...
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Mask,
-        scoring: Scoring,
-    ) -> Gradients: ...
+        self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, term: Term
+    ) -> Gradients:
+        """Return dq, dk, dv of this term; ``out`` and ``lse`` are of all terms."""
+        ...
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 for fp64, else fp32."""
+    """Return fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def merge(
     out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Average two terms over the same queries, weighted by exp(lse), in fp32: flash
-    rounds each to the compute dtype."""
+    """Average two terms over the same queries, weighted by exp(lse).
+
+    Computed in fp32, because flash kernels round each term to the compute dtype.
+    """
     acc = accumulation_dtype(out.dtype)
     merged = torch.logaddexp(lse, other_lse)
     weight = torch.exp(lse - merged).unsqueeze(-1)

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_dta.executor.block_layout import Range, Tile
+from areal_dta.executor.block_layout import Range
 from areal_dta.executor.kernels.base import (
     Gradients,
-    Mask,
     Scoring,
+    Term,
     accumulation_dtype,
 )
 
@@ -36,57 +36,46 @@ class FlashCpuKernel:
         same_width = q.shape[-1] == k.shape[-1] == v.shape[-1]
         return q.device.type == "cpu" and same_width and scoring.softcap is None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scoring: Scoring
-    ) -> tuple[Tensor, Tensor]:
-        if mask.shape is None:
-            bias = _matrix_bias(mask, q, k.shape[1])
-            return _attend(q, k, v, bias, scoring.scale)
+    def forward(self, q: Tensor, term: Term) -> tuple[Tensor, Tensor]:
+        if term.mask.shape is None:
+            return _attend(q, term.k, term.v, _whole_bias(term, q), term.scoring.scale)
         _, num_heads, num_queries, width = q.shape
-        # heads innermost but one, as the model reads it: no copy afterwards
+        # The memory layout [1, S, N, H] is what the model reads: no copy afterwards.
         out = q.new_empty(1, num_queries, num_heads, width).transpose(1, 2)
         lse = q.new_empty(q.shape[:3], dtype=accumulation_dtype(q.dtype))
-        for index, tile in enumerate(mask.shape.tiles):
+        for index, tile in enumerate(term.mask.shape.tiles):
             rows = slice(*tile.queries)
-            bias = _tile_bias(mask, index, tile, q, k.shape[1])
-            part, lse[:, :, rows] = _attend(
+            out[:, :, rows], lse[:, :, rows] = _attend(
                 q[:, :, rows],
-                _gather(k, tile.keys),
-                _gather(v, tile.keys),
-                bias,
-                scoring.scale,
+                _gather(term.k, tile.keys),
+                _gather(term.v, tile.keys),
+                _tile_bias(term, index, q),
+                term.scoring.scale,
             )
-            out[:, :, rows] = part
         return out, lse
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Mask,
-        scoring: Scoring,
+        self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, term: Term
     ) -> Gradients:
-        if mask.shape is None:
-            bias = _matrix_bias(mask, q, k.shape[1])
-            return _attend_back(grad_out, q, k, v, out, lse, bias, scoring.scale)
+        k, v, scale = term.k, term.v, term.scoring.scale
+        if term.mask.shape is None:
+            bias = _whole_bias(term, q)
+            return _attend_backward(grad_out, q, k, v, out, lse, bias, scale)
+        # Several tiles add into one key: in the accumulation dtype.
         acc = accumulation_dtype(q.dtype)
         grad_q = torch.empty_like(q)
         grad_k, grad_v = torch.zeros_like(k, dtype=acc), torch.zeros_like(v, dtype=acc)
-        for index, tile in enumerate(mask.shape.tiles):
+        for index, tile in enumerate(term.mask.shape.tiles):
             rows = slice(*tile.queries)
-            grads = _attend_back(
+            grads = _attend_backward(
                 grad_out[:, :, rows],
                 q[:, :, rows],
                 _gather(k, tile.keys),
                 _gather(v, tile.keys),
                 out[:, :, rows],
                 lse[:, :, rows],
-                _tile_bias(mask, index, tile, q, k.shape[1]),
-                scoring.scale,
+                _tile_bias(term, index, q),
+                scale,
             )
             grad_q[:, :, rows] = grads[0]
             _scatter_add(grad_k, tile.keys, grads[1])
@@ -101,7 +90,7 @@ def _attend(
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
-def _attend_back(
+def _attend_backward(
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -111,20 +100,11 @@ def _attend_back(
     bias: Tensor | None,
     scale: float,
 ) -> Gradients:
-    folded = _folded(q, k)
-    grad_q, grad_k, grad_v = _backward(
-        grad_out.reshape(folded.shape),
-        folded,
-        k,
-        v,
-        out.reshape(folded.shape),
-        lse.reshape(folded.shape[:3]),
-        0.0,
-        False,
-        attn_mask=bias,
-        scale=scale,
-    )
-    return grad_q.reshape(q.shape), grad_k, grad_v
+    do, folded, out = (_folded(x, k) for x in (grad_out, q, out))
+    lse = lse.reshape(folded.shape[:3])
+    options = {"attn_mask": bias, "scale": scale}
+    grad_q, *rest = _backward(do, folded, k, v, out, lse, 0.0, False, **options)
+    return grad_q.reshape(q.shape), *rest
 
 
 def _folded(q: Tensor, k: Tensor) -> Tensor:
@@ -144,28 +124,28 @@ def _scatter_add(total: Tensor, ranges: Sequence[Range], part: Tensor) -> None:
         at += end - start
 
 
-def _tile_bias(
-    mask: Mask, index: int, tile: Tile, q: Tensor, num_kv: int
-) -> Tensor | None:
-    """Additive [1, 1, G * Q, T], made once for all layers alike."""
-    if tile.visible_QT is None:
+def _tile_bias(term: Term, index: int, q: Tensor) -> Tensor | None:
+    """Additive bias of a tile, [1, 1, G * S, T]; made once for all layers alike."""
+    assert term.mask.shape is not None
+    visible_QT = term.mask.shape.tiles[index].visible_QT
+    if visible_QT is None:
         return None
-    group = q.shape[1] // num_kv
+    group = q.shape[1] // term.k.shape[1]
     key = (index, q.dtype, group)
-    if key not in mask.cache:
-        visible = torch.from_numpy(tile.visible_QT)
-        mask.cache[key] = _bias(visible, q.dtype, group)
-    found = mask.cache[key]
+    if key not in term.mask.cache:
+        term.mask.cache[key] = _bias(torch.from_numpy(visible_QT), q.dtype, group)
+    found = term.mask.cache[key]
     assert isinstance(found, Tensor)
     return found
 
 
-def _matrix_bias(mask: Mask, q: Tensor, num_kv: int) -> Tensor | None:
-    if mask.matrix is None:
+def _whole_bias(term: Term, q: Tensor) -> Tensor | None:
+    if term.mask.matrix is None:
         return None
-    return _bias(mask.matrix, q.dtype, q.shape[1] // num_kv)
+    return _bias(term.mask.matrix, q.dtype, q.shape[1] // term.k.shape[1])
 
 
-def _bias(visible: Tensor, dtype: torch.dtype, group: int) -> Tensor:
-    bias = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, -torch.inf)
+def _bias(visible_ST: Tensor, dtype: torch.dtype, group: int) -> Tensor:
+    bias = torch.zeros(visible_ST.shape, dtype=dtype)
+    bias = bias.masked_fill_(~visible_ST, -torch.inf)
     return bias.repeat(group, 1)[None, None]

@@ -1,9 +1,9 @@
 """PyTorch's flash attention for CUDA, with variable lengths: no mask at all.
 
 A chain attends to path and itself in one bottom-right causal call. A branching block
-takes one causal call over its runs, and one call a depth for the descendants of a run
-with that run (see block_shape.py). Grouped heads are the kernel's business. The kernel
-comes with PyTorch; no further package is needed.
+takes one causal call over its runs, and one call per depth for the descendants of a run
+with that run (see block_layout.py). The kernel handles grouped heads. It comes with
+PyTorch; no further package is needed.
 """
 
 # S = queries, T = keys, N = query heads, K = key/value heads, H = head dim
@@ -12,24 +12,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from areal_dta.executor.block_layout import BlockShape, Range
+from areal_dta.executor.block_layout import Level, Range
 from areal_dta.executor.kernels.base import (
     Gradients,
     Mask,
     Scoring,
+    Term,
     accumulation_dtype,
     merge,
 )
 
 _DTYPES = (torch.float16, torch.bfloat16)
-_LARGEST_HEAD = 256
-_LEAST_CAPABILITY = (8, 0)
+_MAX_HEAD_DIM = 256
+_MIN_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,9 @@ class Lengths:
     cumulative_q: Tensor
     """int32 [pairs + 1]."""
     cumulative_k: Tensor
-    longest_q: int
-    longest_k: int
-    causal: bool
+    max_q: int
+    max_k: int
+    is_causal: bool
     """Bottom-right aligned."""
 
     @classmethod
@@ -49,7 +50,7 @@ class Lengths:
         cls,
         queries: Sequence[Range],
         keys: Sequence[Range],
-        causal: bool,
+        is_causal: bool,
         device: torch.device,
     ) -> Lengths:
         q, k = ([end - start for start, end in ranges] for ranges in (queries, keys))
@@ -58,87 +59,24 @@ class Lengths:
             ends = np.cumsum([0, *lengths], dtype=np.int32)
             return torch.from_numpy(ends).to(device)
 
-        return cls(cumulative(q), cumulative(k), max(q), max(k), causal)
+        return cls(cumulative(q), cumulative(k), max(q), max(k), is_causal)
 
-
-class Kernels(Protocol):
-    """q: [S, N, H]; k, v: [T, K, H]; lse: [N, S], fp32."""
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float
-    ) -> tuple[Tensor, Tensor]: ...
-
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        lengths: Lengths,
-        scale: float,
-    ) -> Gradients: ...
-
-
-class AtenKernels:
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_arguments(lengths), return_debug_mask=False, scale=scale
-        )
-        return out, lse
-
-    def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        lengths: Lengths,
-        scale: float,
-    ) -> Gradients:
-        # the state of the random numbers is read under dropout only
-        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        grads: Gradients = torch.ops.aten._flash_attention_backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse.contiguous(),
-            *_arguments(lengths),
-            state,
-            torch.empty(0, device=q.device),
-            scale=scale,
-        )
-        return grads
-
-
-def _arguments(lengths: Lengths) -> tuple[Any, ...]:
-    no_dropout = 0.0
-    return (
-        lengths.cumulative_q,
-        lengths.cumulative_k,
-        lengths.longest_q,
-        lengths.longest_k,
-        no_dropout,
-        lengths.causal,
-    )
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Positional arguments of PyTorch's operators; the 0.0 is the dropout."""
+        q, k = self.cumulative_q, self.cumulative_k
+        return q, k, self.max_q, self.max_k, 0.0, self.is_causal
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of a kernel: which queries and keys of the term take part."""
+    """One more call of the operator, on some of the queries and keys."""
 
     lengths: Lengths
-    rows: Tensor | None
-    """int64, positions among the queries; None: all, in order."""
-    columns: Tensor | None
-    """Of the keys."""
+    rows: Tensor
+    """int64, positions among the queries."""
+    columns: Tensor
+    """int64, positions among the keys."""
 
 
 class FlashCudaKernel:
@@ -147,66 +85,51 @@ class FlashCudaKernel:
     name = "flash_cuda"
     joins_chains = True
 
-    def __init__(self, kernels: Kernels | None = None) -> None:
-        self._kernels: Kernels = kernels or AtenKernels()
-
     def supports(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> bool:
         width = q.shape[-1]
         return (
             q.device.type == "cuda"
             and q.dtype in _DTYPES
             and width == k.shape[-1] == v.shape[-1]
-            and width <= _LARGEST_HEAD
+            and width <= _MAX_HEAD_DIM
             and width % 8 == 0
             and scoring.softcap is None
-            and torch.cuda.get_device_capability(q.device) >= _LEAST_CAPABILITY
+            and torch.cuda.get_device_capability(q.device) >= _MIN_CAPABILITY
         )
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scoring: Scoring
-    ) -> tuple[Tensor, Tensor]:
-        q, k, v = (_packed(x) for x in (q, k, v))
-        first, *more = self._calls(mask, len(q), len(k), q.device)
-        out, lse = self._kernels.forward(q, k, v, first.lengths, scoring.scale)
+    def forward(self, q: Tensor, term: Term) -> tuple[Tensor, Tensor]:
+        q, k, v = (_packed(x) for x in (q, term.k, term.v))
+        scale = term.scoring.scale
+        first, more = _calls(term.mask, len(q), len(k), q.device)
+        out, lse = self.attend(q, k, v, first, scale)
         for call in more:
             rows, columns = call.rows, call.columns
-            assert rows is not None and columns is not None
-            term, term_lse = self._kernels.forward(
-                q[rows], k[columns], v[columns], call.lengths, scoring.scale
+            part, part_lse = self.attend(
+                q[rows], k[columns], v[columns], call.lengths, scale
             )
-            merged = merge(
+            merged, lse[:, rows] = merge(
                 out[rows].transpose(0, 1),
                 lse[:, rows],
-                term.transpose(0, 1),
-                term_lse,
+                part.transpose(0, 1),
+                part_lse,
             )
-            out[rows], lse[:, rows] = merged[0].transpose(0, 1), merged[1]
+            out[rows] = merged.transpose(0, 1)
         return out.transpose(0, 1)[None], lse[None]
 
     def backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: Mask,
-        scoring: Scoring,
+        self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, term: Term
     ) -> Gradients:
-        q, k, v, out, grad_out = (_packed(x) for x in (q, k, v, out, grad_out))
-        lse, scale = lse[0], scoring.scale
-        first, *more = self._calls(mask, len(q), len(k), q.device)
-        grads = self._kernels.backward(
-            grad_out, q, k, v, out, lse, first.lengths, scale
-        )
-        if more:  # many terms add into one key: fp32, as in the path's accumulators
+        inputs = (grad_out, q, term.k, term.v, out)
+        grad_out, q, k, v, out = (_packed(x) for x in inputs)
+        lse, scale = lse[0], term.scoring.scale
+        first, more = _calls(term.mask, len(q), len(k), q.device)
+        grads = self.attend_backward(grad_out, q, k, v, out, lse, first, scale)
+        if more:  # many calls add into one key: fp32, as in the path's accumulators
             acc = accumulation_dtype(q.dtype)
             grad_q, grad_k, grad_v = (grad.to(acc) for grad in grads)
             for call in more:
                 rows, columns = call.rows, call.columns
-                assert rows is not None and columns is not None
-                term = self._kernels.backward(
+                part = self.attend_backward(
                     grad_out[rows],
                     q[rows],
                     k[columns],
@@ -216,42 +139,69 @@ class FlashCudaKernel:
                     call.lengths,
                     scale,
                 )
-                grad_q.index_add_(0, rows, term[0].to(acc))
-                grad_k.index_add_(0, columns, term[1].to(acc))
-                grad_v.index_add_(0, columns, term[2].to(acc))
+                grad_q.index_add_(0, rows, part[0].to(acc))
+                grad_k.index_add_(0, columns, part[1].to(acc))
+                grad_v.index_add_(0, columns, part[2].to(acc))
             grads = grad_q.to(q.dtype), grad_k, grad_v
         grad_q, grad_k, grad_v = (grad.transpose(0, 1)[None] for grad in grads)
         return grad_q, grad_k, grad_v
 
-    def _calls(
-        self, mask: Mask, num_queries: int, num_keys: int, device: torch.device
-    ) -> list[_Call]:
-        assert mask.matrix is None, "masks go to the masked-softmax kernel"
-        key = ("calls", num_keys)
-        if key not in mask.cache:
-            whole = [(0, num_queries)], [(0, num_keys)]
-            if mask.shape is None or mask.shape.is_chain:
-                causal = mask.shape is not None
-                lengths = Lengths.of(*whole, causal, device)
-                mask.cache[key] = [_Call(lengths, None, None)]
-            else:
-                mask.cache[key] = _branching(mask.shape, device)
-        found = mask.cache[key]
-        assert isinstance(found, list)
-        return found
-
-
-def _branching(shape: BlockShape, device: torch.device) -> list[_Call]:
-    runs = shape.run_ranges
-    calls = [_Call(Lengths.of(runs, runs, True, device), None, None)]
-    for level in shape.levels:
-        lengths = Lengths.of(level.queries, level.keys, False, device)
-        rows, columns = (
-            torch.from_numpy(np.concatenate([np.arange(*r) for r in ranges])).to(device)
-            for ranges in (level.queries, level.keys)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Call the operator. q: [S, N, H]; k, v: [T, K, H]; lse: [N, S], fp32."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *lengths.arguments, return_debug_mask=False, scale=scale
         )
-        calls.append(_Call(lengths, rows, columns))
-    return calls
+        return out, lse
+
+    def attend_backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        lengths: Lengths,
+        scale: float,
+    ) -> Gradients:
+        # The state of the random number generator is read under dropout only.
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        unused = torch.empty(0, device=q.device)
+        saved = (grad_out, q, k, v, out, lse.contiguous())
+        grads: Gradients = torch.ops.aten._flash_attention_backward(
+            *saved, *lengths.arguments, state, unused, scale=scale
+        )
+        return grads
+
+
+def _calls(
+    mask: Mask, num_queries: int, num_keys: int, device: torch.device
+) -> tuple[Lengths, list[_Call]]:
+    """Lengths of the call over all queries and keys, and the calls that follow it."""
+    assert mask.matrix is None, "matrices go to the masked-softmax kernel"
+    key = ("calls", num_keys)
+    if key not in mask.cache:
+        shape = mask.shape
+        if shape is None or shape.is_chain:
+            whole = [(0, num_queries)], [(0, num_keys)]
+            mask.cache[key] = Lengths.of(*whole, shape is not None, device), []
+        else:
+            runs = shape.run_ranges
+            more = [_level_call(level, device) for level in shape.levels]
+            mask.cache[key] = Lengths.of(runs, runs, True, device), more
+    found: Any = mask.cache[key]
+    return found
+
+
+def _level_call(level: Level, device: torch.device) -> _Call:
+    rows, columns = (
+        torch.from_numpy(np.concatenate([np.arange(*r) for r in ranges])).to(device)
+        for ranges in (level.queries, level.keys)
+    )
+    lengths = Lengths.of(level.queries, level.keys, False, device)
+    return _Call(lengths, rows, columns)
 
 
 def _packed(x_1NSH: Tensor) -> Tensor:

@@ -57,7 +57,6 @@ def test_all_forms_agree_with_the_definition(shape):
         shown = np.ones((end - start, len(keys)), bool)
         shown = shown if tile.visible_QT is None else tile.visible_QT
         from_tiles[start:end, keys] = shown
-        assert tile.num_pairs == shown.size
     assert at == block.num_tokens
     np.testing.assert_array_equal(from_tiles, expected)
 
@@ -78,7 +77,7 @@ def test_segments_without_a_branch_are_one_run():
     assert not BlockShape([3, 4], [-1, -1]).is_chain
 
 
-def test_levels_are_one_call_a_depth():
+def test_levels_are_one_call_per_depth():
     #      0           5
     #    1   4         6
     #   2 3
@@ -90,7 +89,12 @@ def test_levels_are_one_call_a_depth():
 
 
 def pairs(shape: BlockShape) -> int:
-    return sum(tile.num_pairs for tile in shape.tiles)
+    """Query-key pairs that a kernel computes."""
+    return sum(
+        (tile.queries[1] - tile.queries[0])
+        * sum(end - start for start, end in tile.keys)
+        for tile in shape.tiles
+    )
 
 
 def test_tiles_leave_out_most_of_what_is_hidden():

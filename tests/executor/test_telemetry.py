@@ -1,4 +1,4 @@
-"""Each call of the model leaves one sample with the counts that the plan gave it."""
+"""Each call of the model leaves one sample, with the counts of the schedule."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from tests.models import VOCAB_SIZE, tiny_model
 
 
 @pytest.mark.parametrize("retain_tokens", [0, 20, None])
-def test_a_sample_for_each_block(retain_tokens):
+def test_one_sample_per_block(retain_tokens):
     model = tiny_model("qwen3")
     tree = PrefixTree.from_sequences(
         random_batch(np.random.default_rng(2), 12, 30, VOCAB_SIZE)
