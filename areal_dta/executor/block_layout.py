@@ -244,7 +244,7 @@ class BlockLayout:
 
 def lay_out(tensors: TreeTensors, segments: Sequence[int]) -> BlockLayout:
     """Lay segments out in the given order; parents must precede children."""
-    all_segments, reads = tensors.cut.segments, tensors.cut.reads
+    all_segments, needed = tensors.cut.segments, tensors.cut.needed
     # Positions: segments end to end.
     offsets: dict[int, int] = {}
     size = 0
@@ -268,8 +268,8 @@ def lay_out(tensors: TreeTensors, segments: Sequence[int]) -> BlockLayout:
         edge_token += [token_S[offset + 1 : end], following]
     # Only needed outputs stay.
     position_E, token_E = np.concatenate(edge_position), np.concatenate(edge_token)
-    is_read = needed.edge_T[token_E]
-    position_E, token_E = position_E[is_read], token_E[is_read]
+    is_needed = needed.edge_T[token_E]
+    position_E, token_E = position_E[is_needed], token_E[is_needed]
     row_R = np.flatnonzero(needed.output_T[token_S])
 
     order = {index: i for i, index in enumerate(segments)}

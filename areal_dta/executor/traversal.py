@@ -43,13 +43,15 @@ class ChannelState:
     """
 
     def __init__(
-        self, channel: Channel, is_read_T: Tensor, needs_all: bool, dtype: torch.dtype
+        self, channel: Channel, is_needed_T: Tensor, needs_all: bool, dtype: torch.dtype
     ) -> None:
         self.channel = channel
-        self.value_T = torch.zeros(len(is_read_T), dtype=dtype, device=is_read_T.device)
+        self.value_T = torch.zeros(
+            len(is_needed_T), dtype=dtype, device=is_needed_T.device
+        )
         self.grad_T = torch.zeros_like(self.value_T)
         self.has_grad = False
-        self._is_read_T, self._reads_all = is_read_T, needs_all
+        self._is_needed_T, self._needs_all = is_needed_T, needs_all
 
     def inject(self, sequence: int, token_indices: Tensor, grad: Tensor) -> None:
         """Add the gradient of a sequence's loss.
@@ -58,8 +60,8 @@ class ChannelState:
             ValueError: it is not zero at an output that was skipped.
         """
         index = token_indices[self.channel.span]
-        if not self._reads_all:
-            wrong = torch.nonzero(~self._is_read_T[index] & (grad != 0)).flatten()
+        if not self._needs_all:
+            wrong = torch.nonzero(~self._is_needed_T[index] & (grad != 0)).flatten()
             if len(wrong):
                 raise ValueError(
                     f"the loss of sequence {sequence} has a gradient at skipped "
@@ -119,12 +121,12 @@ class Traversal:
             model, head, tensors, self._path, config.kernel, self.router_load
         )
         self._open: list[_OpenFragment] = []
-        reads, dtype = cut.reads, accumulation_dtype(parameter.dtype)
+        needed, dtype = cut.needed, accumulation_dtype(parameter.dtype)
         self.channels = [
             ChannelState(
                 channel,
-                self._on_device(reads.edge_T if channel.on_edges else reads.row_T),
-                reads.is_all,
+                self._on_device(needed.edge_T if channel.on_edges else needed.output_T),
+                needed.is_all,
                 dtype,
             )
             for channel in head.channels

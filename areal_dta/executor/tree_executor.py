@@ -93,7 +93,7 @@ class TreeExecutor:
             ValueOutput (values, [len]), fp32 (fp64 for an fp64 model).
         """
         self.last_samples = []
-        traversal = self._traverse(tree, self._reads(tree, positions), training=False)
+        traversal = self._traverse(tree, self._needed(tree, positions), training=False)
         kind: Any = SequenceOutput if self.outputs == "logprobs" else ValueOutput
         return [kind(*traversal.outputs(i)) for i in range(tree.num_sequences)]
 
@@ -143,23 +143,23 @@ class TreeExecutor:
         """
         check_model_supported(self.model, training=True)
         self.last_samples = []
-        reads = self._reads(tree, positions)
+        needed = self._needed(tree, positions)
         if scope == "sequence":
-            return self._traverse(tree, reads, True, group_loss).total_loss
+            return self._traverse(tree, needed, True, group_loss).total_loss
         if scope != "batch":
             raise ValueError(f"scope={scope!r}; expected sequence or batch")
         # One pass for the outputs, the loss on all of them, one pass for its gradients.
-        first = self._traverse(tree, reads, training=False)
+        first = self._traverse(tree, needed, training=False)
         if tree.num_sequences:
             with torch.enable_grad():
                 first.inject(group_loss, list(range(tree.num_sequences)))
-        self._traverse(tree, reads, training=True, injected=first)
+        self._traverse(tree, needed, training=True, injected=first)
         return first.total_loss
 
     def _traverse(
         self,
         tree: PrefixTree,
-        reads: Reads,
+        needed: NeededOutputs,
         training: bool,
         loss: GroupLoss | None = None,
         injected: Traversal | None = None,
@@ -202,10 +202,14 @@ class TreeExecutor:
             self.last_stats = dataclasses.replace(self.last_stats, expert_load=load)
         return traversal
 
-    def _reads(self, tree: PrefixTree, positions: Positions | None) -> Reads:
+    def _needed(self, tree: PrefixTree, positions: Positions | None) -> NeededOutputs:
         if self.outputs == "values":
-            return Reads.at_rows(tree, positions)
-        return Reads.all(tree) if positions is None else Reads.at(tree, positions)
+            return NeededOutputs.values_at(tree, positions)
+        return (
+            NeededOutputs.all(tree)
+            if positions is None
+            else NeededOutputs.logprobs_at(tree, positions)
+        )
 
     def _idle_call(self) -> list[Tensor]:
         return idle_outputs(self.model, self._head, self.config.kernel)
