@@ -140,10 +140,12 @@ class _PathAttention(torch.autograd.Function):
         sinks_N: Tensor | None,
         call: _LayerCall,
     ) -> Tensor:
+        # Merge the terms by their log-sum-exps.
         (_, first), *others = call.terms(k, v)
         out, lse = call.kernel.forward(q, first)
         for _, term in others:
             out, lse = merge(out, lse, *call.kernel.forward(q, term))
+        # The sink: one more key, of value 0, so it only takes weight.
         if sinks_N is not None:
             without = lse
             lse = torch.logaddexp(lse, sinks_N.to(lse.dtype)[None, :, None])
@@ -157,6 +159,7 @@ class _PathAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, sinks_N, out, lse = ctx.saved_tensors
         call: _LayerCall = ctx.call
+        # Each term's gradients, exact because out and lse are of all terms.
         grad_q, grad_k, grad_v = None, None, None
         for num_path, term in call.terms(k, v):
             grad = call.kernel.backward(grads[0], q, out, lse, term)

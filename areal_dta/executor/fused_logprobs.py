@@ -98,9 +98,11 @@ class _FusedHead(torch.autograd.Function):
         grad_weight = grad_bias = None
         for chunk in _slices(0, hidden_RD.shape[0], ctx.chunk_rows):
             hidden_CD = hidden_RD[chunk]
-            logits_CV, ctx.kept = ctx.kept, None  # spent: it becomes the gradient
+            # The chunk's logits: kept from the forward, or projected again.
+            logits_CV, ctx.kept = ctx.kept, None
             if logits_CV is None:
                 logits_CV = _project(hidden_CD, weight_VD, bias_V)
+            # Turn them into their own gradient, in place.
             for rows in _slices(chunk.start, chunk.stop, _slab_rows(logits_CV)):
                 slab = logits_CV[rows.start - chunk.start : rows.stop - chunk.start]
                 edges, row_E, label_E = labels.of_rows(rows)
@@ -116,10 +118,11 @@ class _FusedHead(torch.autograd.Function):
                 slab.copy_(
                     grad_CV / ctx.temperature if ctx.temperature != 1 else grad_CV
                 )
-            # Sums over chunks in fp32: bf16 would lose the small ones.
+            # On to the inputs. Sums over chunks are in fp32: bf16 would lose the small
+            # ones.
+            grad_hidden_RD[chunk] = logits_CV @ weight_VD
             if needs_bias:
                 grad_bias = _add(grad_bias, logits_CV.sum(0), hidden_RD.dtype)
-            grad_hidden_RD[chunk] = logits_CV @ weight_VD
             if needs_weight:
                 grad_weight = _add(
                     grad_weight, logits_CV.t() @ hidden_CD, hidden_RD.dtype

@@ -1,11 +1,19 @@
 """Models that cannot be split at a prefix are refused by name, never silently."""
 
+import dataclasses
+import importlib
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor, UnsupportedModelError
+from areal_dta.executor import (
+    ExecutorConfig,
+    TreeExecutor,
+    UnsupportedModelError,
+    oracle,
+)
 from areal_dta.tree import PrefixTree
 from tests.models import SMALL, tiny_model
 
@@ -101,3 +109,10 @@ def test_unknown_kernel_is_named():
     config = ExecutorConfig(kernel="flsh")
     with pytest.raises(ValueError, match="'flsh'.*flash_cpu"):
         TreeExecutor(tiny_model("llama"), config).forward(TREE)
+
+
+def test_names_of_0_1_still_work():
+    assert importlib.import_module("areal_dta.executor.reference") is oracle
+    config = ExecutorConfig(attention_backend="reference")
+    assert config == ExecutorConfig(kernel="masked_softmax")
+    assert dataclasses.replace(config, block_tokens=8).kernel == "masked_softmax"

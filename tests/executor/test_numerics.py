@@ -114,7 +114,7 @@ def test_accumulators_of_a_path_lose_nothing(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF], ids=str)
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_same_batch_same_bits(dtype, num_threads):
-    """For any number of threads; another number may round differently."""
+    """Hold for any fixed number of threads; another number may round differently."""
     batch = random_batch(np.random.default_rng(3), 12, 60, VOCAB_SIZE)
     tree = PrefixTree.from_sequences(batch)
     before = torch.get_num_threads()

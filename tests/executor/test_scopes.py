@@ -184,7 +184,7 @@ def test_a_model_with_several_labels_is_refused(value_model):
         TreeExecutor(model, outputs="value")
 
 
-def test_reads_of_values_are_rows_without_edges():
+def test_needed_values_have_no_edges():
     tree = PrefixTree.from_sequences([[1, 2, 3], [1, 2]])
     everywhere = NeededOutputs.values_at(tree, None)
     assert everywhere.num_outputs == everywhere.num_computed_tokens == 3
