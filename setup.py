@@ -48,6 +48,7 @@ setup(
         # Python 3.12 on pip then tries releases whose pins conflict with the rest, for
         # longer than a quarter of an hour. This is the release that 3.11 gets.
         "openhands==0.0.0; python_version >= '3.12'",
+        "packaging",
         "psutil",
         "pydantic>=2",
         "pyyaml",

@@ -1,1 +1,1 @@
-"""Repairs of AReaL, FSDP2, Ray and litellm: one module per repair."""
+"""Every repair of AReaL, FSDP2, Ray and litellm; `registry` lists them."""

@@ -1,20 +1,8 @@
 """AReaL's OpenAI proxy, for agents: ``python -m areal_dta.areal_fixes.agent_proxy``.
 
-Third-party patches of areal 1.0.x with newer litellm, all of this process alone:
-
-* The proxy imports ``litellm.llms.anthropic.experimental_pass_through``, which litellm
-  1.108 has as ``...anthropic.pass_through``. Without the alias the process dies, and
-  AReaL reports a time-out a minute later. Undone by: a litellm that has the module.
-* ``chat_template_kwargs`` of a request, as SGLang and vLLM take them (for example
-  ``{"enable_thinking": false}``), reach the chat template. AReaL's client takes them,
-  but its server drops the field.
-* A reply that is nothing but the end of the turn is an empty message. AReaL refuses it
-  with status 500, so that its episode, and with it its whole prompt, is dropped, and
-  the habit is never trained against.
-* Exported sequences say which of them begins an episode (AReaL's key
-  ``begin_of_trajectory``), so that an episode of many model calls counts its reward
-  once where rewards are normalised.
-* `areal_dta.processes.loopback_proxy` is the same, on loopback only.
+Four repairs, all of this process alone; `registry` has their faults and remedies:
+``litellm_alias``, ``template_kwargs``, ``trajectory_starts``, ``empty_replies``. Its
+server listens on loopback only where the worker that forked it does.
 """
 
 from __future__ import annotations
@@ -26,24 +14,43 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from typing import Any
 
+from fastapi import Request, Response
+from starlette.middleware.base import (
+    BaseHTTPMiddleware,
+    DispatchFunction,
+    RequestResponseEndpoint,
+)
+
+from areal_dta.areal_fixes.loopback import LOOPBACK, LOOPBACK_VARIABLE, use_loopback
+from areal_dta.areal_fixes.registry import wrapped
+
 MODULE = "areal_dta.areal_fixes.agent_proxy"
 AREAL_MODULE = "areal.experimental.openai.proxy.proxy_rollout_server"
-LOOPBACK_MODULE = "areal_dta.processes.loopback_proxy"
 
 _OLD = "litellm.llms.anthropic.experimental_pass_through"
 _NEW = "litellm.llms.anthropic.pass_through"
 
-_Message = dict[str, Any]
-_Receive = Callable[[], Awaitable[_Message]]
-_Send = Callable[[_Message], Awaitable[None]]
-
 _template_kwargs: contextvars.ContextVar[dict[str, Any] | None] = (
     contextvars.ContextVar("template_kwargs", default=None)
 )
+
+
+def our_proxy(scheduler: Any) -> AbstractContextManager[None]:
+    """Let a scheduler start this module where AReaL asks for its own proxy."""
+
+    def start_ours(fork: Callable[..., Any]) -> Callable[..., Any]:
+        def forked(*args: Any, command: str | None = None, **kwargs: Any) -> Any:
+            ours = MODULE if command == AREAL_MODULE else command
+            return fork(*args, command=ours, **kwargs)
+
+        return forked
+
+    return wrapped(scheduler, "fork_workers", start_ours)
 
 
 def alias_litellm() -> None:
@@ -65,36 +72,15 @@ def alias_litellm() -> None:
         sys.modules[_OLD + part] = importlib.import_module(_NEW + part)
 
 
-class TemplateKwargs:
-    """ASGI middleware: keeps a request's ``chat_template_kwargs`` for its handler."""
+def keep_template_kwargs(path: str) -> DispatchFunction:
+    """Return a middleware that keeps `chat_template_kwargs` of requests to a path."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]], path: str) -> None:
-        self._app = app
-        self._path = path
+    async def keep(request: Request, call_next: RequestResponseEndpoint) -> Response:
+        if request.url.path == path:
+            _template_kwargs.set(_kwargs_of(await request.body()))
+        return await call_next(request)
 
-    async def __call__(self, scope: _Message, receive: _Receive, send: _Send) -> None:
-        if scope["type"] != "http" or scope["path"] != self._path:
-            await self._app(scope, receive, send)
-            return
-        body = b""
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":
-                return  # the client hung up
-            body += message.get("body", b"")
-            more = message.get("more_body", False)
-        _template_kwargs.set(_kwargs_of(body))
-        replayed = False
-
-        async def replay() -> _Message:
-            nonlocal replayed
-            if replayed:
-                return await receive()
-            replayed = True
-            return {"type": "http.request", "body": body, "more_body": False}
-
-        await self._app(scope, replay, send)
+    return keep
 
 
 def _kwargs_of(body: bytes) -> dict[str, Any]:
@@ -125,7 +111,8 @@ def pass_template_kwargs(server: Any) -> None:
 
     server._setup_openai_client = set_up_with_kwargs
     server.app.add_middleware(
-        TemplateKwargs, path=f"/{server.CHAT_COMPLETIONS_PATHNAME}"
+        BaseHTTPMiddleware,
+        dispatch=keep_template_kwargs(f"/{server.CHAT_COMPLETIONS_PATHNAME}"),
     )
 
 
@@ -172,17 +159,13 @@ def accept_empty_replies() -> Callable[[], None]:
     return undo
 
 
-def main(loopback: bool = False) -> None:
-    if not (found := version("areal")).startswith("1.0."):
-        raise RuntimeError(f"{MODULE} is checked with areal 1.0.x, found {found}")
+def main() -> None:
     alias_litellm()
     server = importlib.import_module(AREAL_MODULE)
     pass_template_kwargs(server)
     mark_trajectory_starts(server)
     accept_empty_replies()
-    if loopback:
-        from areal_dta.areal_fixes.loopback import LOOPBACK, use_loopback
-
+    if os.environ.get(LOOPBACK_VARIABLE):
         use_loopback()
         sys.argv += ["--host", LOOPBACK]  # the last one counts
     server.main()

@@ -1,12 +1,12 @@
 """Recover checkpoints that survive a kill while they are written.
 
-AReaL 1.0.4 writes the weights into one directory in place, then what belongs to them
-file by file: a run that is killed meanwhile leaves neither the old state nor the new.
-Here two slots are written in turn, and a small file that names the current one is
+AReaL writes the weights into one directory in place, then what belongs to them file by
+file. Here two slots are written in turn, and a small file that names the current one is
 replaced in one step when all of its slot is on disk. It takes the space of two.
 
-The state of more objects is saved with them, as JSON; and the learning-rate schedule,
-which AReaL does not save, is brought to where it was.
+The state of more objects is saved with them, as JSON. AReaL does not save the schedule
+of the learning rate either: the trainer fast-forwards it
+(`areal_dta.engine.row_dispatch`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -27,13 +26,12 @@ from areal.utils.saver import Saver
 
 logger = logging.getLogger("Recovery")
 
-PATCHED_VERSION: Final = "1.0.4"
 _SLOTS: Final = ("a", "b")
 _POINTER: Final = "recover_current"
 
 
 class Stateful(Protocol):
-    """What can be saved as JSON and continued from it."""
+    """Object whose state can be saved as JSON and restored from it."""
 
     def state_dict(self) -> dict[str, Any]: ...
 
@@ -41,7 +39,7 @@ class Stateful(Protocol):
 
 
 class SlotRecoverHandler(RecoverHandler):
-    """AReaL's handler, on two slots."""
+    """AReaL's handler, writing two slots in turn."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -50,7 +48,7 @@ class SlotRecoverHandler(RecoverHandler):
         self._slot = _SLOTS[0]
 
     def dump(self, *args: Any, **kwargs: Any) -> None:
-        """Unless it is not yet time: into the other slot, then make it the current."""
+        """If it is time, write the other slot, then make it the current one."""
         before = self.last_step_info
         current = self._current()
         self._slot = _SLOTS[1] if current == _SLOTS[0] else _SLOTS[0]
@@ -67,7 +65,7 @@ class SlotRecoverHandler(RecoverHandler):
         return super().load(*args, **kwargs)
 
     def load_also(self) -> None:
-        """Continue ``also`` from the current slot; what it lacks starts anew."""
+        """Restore ``also`` from the current slot; what it lacks starts anew."""
         for name, stateful in self.also.items():
             path = self._directory() / f"{name}.json"
             if not path.exists():
@@ -82,40 +80,32 @@ class SlotRecoverHandler(RecoverHandler):
     ) -> str:
         return str(self._directory() / "info")
 
-    def _save_checkpoint(
+    def _save_checkpoint(self, engine: Any, name: str = "default", **kept: Any) -> None:
+        (self._directory() / name).mkdir(parents=True, exist_ok=True)
+        engine.save(self._meta(name, not self.config.no_save_optim, **kept))
+
+    def _load_checkpoint(self, engine: Any, name: str = "default", **_: Any) -> None:
+        if not (self._directory() / name).is_dir():
+            raise FileNotFoundError(
+                f"the recover checkpoint lacks {self._directory() / name}"
+            )
+        engine.load(self._meta(name, not self.config.no_load_optim))
+
+    def _meta(
         self,
-        engine: Any,
-        name: str = "default",
+        name: str,
+        with_optim: bool,
         tokenizer: Any = None,
         processor: Any = None,
         base_model_path: str | None = None,
-    ) -> None:
-        path = self._directory() / name
-        path.mkdir(parents=True, exist_ok=True)
-        engine.save(
-            SaveLoadMeta(
-                path=str(path),
-                weight_format="dcp",
-                with_optim=not self.config.no_save_optim,
-                tokenizer=tokenizer,
-                processor=processor,
-                base_model_path=base_model_path,
-            )
-        )
-
-    def _load_checkpoint(self, engine: Any, name: str = "default", **_: Any) -> None:
-        path = self._directory() / name
-        if not path.is_dir():
-            raise FileNotFoundError(f"the recover checkpoint lacks {path}")
-        engine.load(
-            SaveLoadMeta(
-                path=str(path),
-                weight_format="dcp",
-                with_optim=not self.config.no_load_optim,
-                tokenizer=None,
-                processor=None,
-                base_model_path=None,
-            )
+    ) -> SaveLoadMeta:
+        return SaveLoadMeta(
+            path=str(self._directory() / name),
+            weight_format="dcp",
+            with_optim=with_optim,
+            tokenizer=tokenizer,
+            processor=processor,
+            base_model_path=base_model_path,
         )
 
     def _root(self) -> Path:
@@ -147,14 +137,7 @@ def replace_text(path: Path, text: str) -> None:
 
 @contextmanager
 def slots_for_recovery() -> Iterator[None]:
-    """Until left, AReaL's PPO trainer makes itself handlers of this kind: it names the
-    class in its constructor, and uses it there.
-
-    Raises:
-        RuntimeError: AReaL is another version than the one that was read.
-    """
-    if (found := version("areal")) != PATCHED_VERSION:
-        raise RuntimeError(f"areal {found} is installed; expected {PATCHED_VERSION}")
+    """Let AReaL's PPO trainer make a `SlotRecoverHandler` in its constructor."""
     before = rl_trainer.RecoverHandler
     rl_trainer.RecoverHandler = SlotRecoverHandler
     try:

@@ -1,31 +1,36 @@
-"""Keep AReaL's processes off the network when they all run on one machine.
+"""Keep the processes of a run on one machine off the network.
 
-Third-party patch of areal 1.0.x. Its workers, callback server and rollout servers
-listen on, and are addressed by, the machine's outward address (`gethostip`), without
-authentication; their RPC imports and calls what it is told to. On one machine the
-loopback interface does. AReaL has no setting for it, and binds the function's name in
-many modules, so the name is replaced in each. Undo: call what `use_loopback` returns.
+AReaL binds the name `gethostip` in many modules, so it is replaced in each. Processes
+learn of it from their environment (`LOOPBACK_ENV`), which a forked one inherits.
+
+``python -m areal_dta.areal_fixes.loopback`` is AReaL's RPC worker on loopback only.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib import import_module
-from importlib.metadata import version
 from types import ModuleType
+from typing import Any, Final
 
 # The modules that ask for the address when they listen or connect.
-_USERS = (
+_USERS: Final = (
     "areal.infra.controller.rollout_controller",
     "areal.infra.remote_inf_engine",
     "areal.infra.scheduler.local",
 )
+_AREAL_WORKER: Final = "python -m areal.infra.rpc.rpc_server"
+_WORKER: Final = "python -m areal_dta.areal_fixes.loopback"
 
-LOOPBACK = "127.0.0.1"
-# What each process of a distributed job on one machine needs; gloo binds as well.
-LOOPBACK_ENV = {"GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
+LOOPBACK: Final = "127.0.0.1"
+LOOPBACK_VARIABLE: Final = "AREAL_DTA_LOOPBACK"
+LOOPBACK_ENV: Final = {
+    LOOPBACK_VARIABLE: "1",
+    # gloo binds as well
+    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+}
 
 
 def use_loopback() -> Callable[[], None]:
@@ -33,15 +38,7 @@ def use_loopback() -> Callable[[], None]:
 
     Returns:
         A function that undoes it.
-
-    Raises:
-        RuntimeError: an AReaL version for which this was not checked.
     """
-    if not (found := version("areal")).startswith("1.0."):
-        raise RuntimeError(
-            f"launch.loopback=true is checked with areal 1.0.x, found {found}; "
-            "set launch.loopback=false"
-        )
     for name in _USERS:
         import_module(name)
     import areal.utils.network as network
@@ -67,3 +64,52 @@ def use_loopback() -> Callable[[], None]:
             os.environ.pop(key, None)
 
     return undo
+
+
+def workers_on_loopback(sections: Iterable[Any]) -> None:
+    """Let the workers of these configuration sections be started on loopback."""
+    for section in sections:
+        for spec in section.scheduling_spec:
+            if spec.cmd == _AREAL_WORKER:
+                spec.cmd = _WORKER
+            spec.env_vars = {**LOOPBACK_ENV, **spec.env_vars}
+
+
+def ray_on_loopback() -> Callable[[], None]:
+    """Let a Ray that is started next take 127.0.0.1 for its node's address.
+
+    It and its workers then listen there alone. Ray has a switch for this, meant for
+    systems on which it cannot form clusters; it works on any, but is read once, at
+    import.
+
+    Returns:
+        A function that undoes it.
+    """
+    from ray._private import ray_constants
+
+    variable = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
+    before = os.environ.get(variable)
+    was_cluster = ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[variable] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+
+    def undo() -> None:
+        ray_constants.ENABLE_RAY_CLUSTER = was_cluster
+        if before is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = before
+
+    return undo
+
+
+def main() -> None:
+    from areal.infra.rpc import rpc_server
+
+    use_loopback()
+    sys.argv[1:1] = ["--host", LOOPBACK]
+    rpc_server.main()
+
+
+if __name__ == "__main__":
+    main()

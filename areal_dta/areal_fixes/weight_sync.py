@@ -1,9 +1,11 @@
-"""Load new weights as soon as they are saved.
+"""Send new weights to the rollout as soon as they are saved.
 
-AReaL's rollout workers learn from a name service that the trainer has saved a
-checkpoint, and look once a second: they miss it by a few milliseconds nearly every
-time. Here the controller looks first, every few hundredths of a second, and passes the
-update on when the checkpoint is there, so that the workers find it at their first look.
+The way of the weights is AReaL's: the trainer saves a checkpoint and announces it in
+the name service, each rollout worker waits for that entry and tells its server to load
+(`areal_dta.rollout_server.weights`). But workers look only once per second, and miss
+the entry by a few milliseconds nearly every time. Here the controller looks first, 50
+times per second, and passes the update on when the checkpoint is there, so that the
+workers find it at their first look.
 """
 
 from __future__ import annotations
@@ -18,7 +20,10 @@ SAVE_TIMEOUT_SECONDS: Final = 600.0
 
 
 def load_when_saved(controller: RolloutController) -> None:
-    """Make a controller hold back updates from disk until they are on disk."""
+    """Delay `update_weights_from_disk` until the checkpoint has been written.
+
+    Undone by deleting the controller's own attribute of that name.
+    """
     update = controller.update_weights_from_disk
 
     async def update_when_saved(meta: Any) -> None:

@@ -11,16 +11,24 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import psutil
 
+from areal_dta.areal_fixes.local_scheduler import BoundedLocalScheduler
+
 Probe = Callable[[], bool]
-"""Returns True if what it looks at is dead. May take seconds."""
+"""Function that returns True if what it looks at is dead. May take seconds."""
 
 DEAD_IN_A_ROW = 2  # so that one lost probe does not end a run
 
+# Attributes of AReaL's trainers that hold controllers, and through them processes.
+_CONTROLLERS = ("actor", "critic", "ref", "teacher", "rollout", "eval_rollout")
+
 
 def port_probe(host: str, port: int) -> Probe:
+    """Return a probe for a port on which nobody listens any more."""
+
     def is_dead() -> bool:
         try:
             socket.create_connection((host, port), timeout=5.0).close()
@@ -34,6 +42,8 @@ def port_probe(host: str, port: int) -> Probe:
 
 
 def process_probe(process: psutil.Process) -> Probe:
+    """Return a probe for a process of this machine that has ended."""
+
     def is_dead() -> bool:
         try:
             return process.status() == psutil.STATUS_ZOMBIE
@@ -44,12 +54,34 @@ def process_probe(process: psutil.Process) -> Probe:
 
 
 def died(name: str) -> str:
-    """What to tell the user."""
+    """Return what to tell the user."""
     return f"{name} has died; out of memory is a usual cause"
 
 
+def worker_probes(trainer: Any) -> dict[str, Probe]:
+    """Return a probe per process of an AReaL trainer that may die, by its name."""
+    probes: dict[str, Probe] = {}
+    for name in _CONTROLLERS:
+        controller = getattr(trainer, name, None)
+        workers = [*getattr(controller, "workers", [])]
+        workers += getattr(controller, "proxy_workers", [])
+        for worker in workers:
+            port = int(worker.worker_ports[0])
+            probes[f"worker {worker.id}"] = port_probe(worker.ip, port)
+    for role in ("rollout", "teacher"):
+        servers = getattr(getattr(trainer, role, None), "server_infos", [])
+        for rank, server in enumerate(servers):
+            name = f"{role} server {rank}"
+            probes[name] = port_probe(server.host, int(server.port))
+    if isinstance(trainer.scheduler, BoundedLocalScheduler):
+        for name, process in trainer.scheduler.worker_processes().items():
+            probes[f"worker {name}"] = process_probe(process)
+    # Not every scheduler's workers listen on the port that they are given.
+    return {name: probe for name, probe in probes.items() if not probe()}
+
+
 class LivenessMonitor:
-    """Runs probes from a thread until one finds a death. Use as a context manager."""
+    """Context manager that runs probes in a thread until one finds a death."""
 
     def __init__(
         self,
@@ -59,7 +91,7 @@ class LivenessMonitor:
     ) -> None:
         """
         Args:
-            probes: by the name, for messages, of what they look at.
+            probes: by the name of what each looks at, for messages.
             on_death: called once, in the monitor's thread, with a message.
         """
         self._probes = dict(probes)

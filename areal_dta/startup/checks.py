@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from areal_dta.areal_fixes.registry import check_versions
 from areal_dta.config.backends import Backend
 from areal_dta.config.composed import Composed
 from areal_dta.config.errors import ConfigError, did_you_mean, one_line
@@ -49,6 +50,7 @@ def check_config(run: ResolvedRun, composed: Composed) -> list[str]:
     """
     config, sections = run.config, run.models
     check_names(config)
+    check_versions(run)
     rollout = run.rollout.backend if run.rollout is not None else None
     check_hardware(config, composed, sections, rollout)
     if isinstance(config, DTAGRPOConfig):

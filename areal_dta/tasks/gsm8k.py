@@ -8,10 +8,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from areal_dta.areal_fixes.loggers import task_logger
 from areal_dta.embedded import generate_problems
 from areal_dta.embedded.problems import SPLITS
 from areal_dta.tasks.jsonl import read_jsonl
-from areal_dta.tasks.log import task_logger
 
 if TYPE_CHECKING:
     from datasets import Dataset

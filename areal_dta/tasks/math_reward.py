@@ -29,7 +29,7 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 from math_verify import ExprExtractionConfig, parse, verify
 
-from areal_dta.tasks.log import task_logger
+from areal_dta.areal_fixes.loggers import task_logger
 
 # The end of the text holds the answer.
 _MAX_CHARACTERS = 2000

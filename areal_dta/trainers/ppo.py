@@ -1,70 +1,104 @@
-"""AReaL's PPO trainer with the tree engine, the embedded server, and our report.
+"""AReaL's PPO trainer with the tree engine, our rollouts, recovery and report.
 
 Everything algorithmic stays AReaL's: this subclass chooses classes for the backends
-that AReaL does not know.
+that AReaL does not know, and has rollouts collected as they arrive, and planned.
 """
 
 from __future__ import annotations
 
-import secrets
+import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
-from areal.api.cli_args import AgentConfig
+import numpy as np
+from areal.api.cli_args import TrainDatasetConfig
 from areal.infra import RolloutController
+from areal.infra.data_service.rdataset import RDataset
 from areal.trainer.rl_trainer import PPOTrainer
+from areal.utils import logging, stats_tracker
 
-from areal_dta.areal_fixes import agent_proxy as proxy
+from areal_dta.areal_fixes.agent_proxy import our_proxy
+from areal_dta.areal_fixes.checkpoint_slots import (
+    SlotRecoverHandler,
+    slots_for_recovery,
+)
+from areal_dta.areal_fixes.registry import wrapped
+from areal_dta.areal_fixes.trainer_steps import (
+    critic_stats,
+    teacher_cleared,
+    with_secret_key,
+)
 from areal_dta.areal_fixes.weight_sync import load_when_saved
+from areal_dta.collector.collector import Collector
+from areal_dta.collector.dispatch import DispatchController
+from areal_dta.collector.hook import CollectorHook
+from areal_dta.collector.planned_batch import PlannedBatch
+from areal_dta.collector.planner import BatchPlanner
+from areal_dta.collector.prompt_loader import PromptLoader
 from areal_dta.config.resolved import ResolvedRun
 from areal_dta.config.schema import DTAGRPOConfig, DTAPPOActorConfig, DTAPPOCriticConfig
 from areal_dta.report.logprob_gap import logprob_gap
-from areal_dta.trainers.collecting import CollectingTrainer
-from areal_dta.trainers.watched import WatchedTrainer, wrapped
+from areal_dta.schedule import DEFAULT_BLOCK_TOKENS, FlopModel
+from areal_dta.trainers.watched import WatchedTrainer
 
 if TYPE_CHECKING:
     from areal.api.alloc_mode import ModelAllocation
 
+logger = logging.getLogger("DTATrainer")
 
-class DTATrainer(CollectingTrainer, WatchedTrainer, PPOTrainer):
-    """Trains as `PPOTrainer` does; use as a context manager."""
+
+class DTATrainer(WatchedTrainer, PPOTrainer):
+    """Trains as `PPOTrainer` does; use as a context manager.
+
+    Rollouts are collected and planned where the actor is one of our engines: AReaL's
+    own controllers cannot use a plan.
+    """
 
     batch_call = "prepare_batch"
     config: DTAGRPOConfig
     critic: Any
     teacher: Any
+    hook: CollectorHook | None = None
     _logprob_gap: Mapping[str, float] | None = None
 
     def __init__(self, run: ResolvedRun, *args: Any, **kwargs: Any) -> None:
-        super().__init__(_with_secret_key(run), *args, **kwargs)
+        with slots_for_recovery():
+            super().__init__(with_secret_key(run), *args, **kwargs)
+        self._since = time.monotonic()
+        if isinstance(self.actor, DispatchController) and isinstance(
+            self.rollout, RolloutController
+        ):
+            try:
+                self._start_collecting(self.rollout)
+            except BaseException:  # workers keep the process alive
+                self.abort()
+                raise
 
     def train(self, workflow: Any = None, *args: Any, **kwargs: Any) -> None:
         if workflow is not None and self._requires_proxy_workflow(workflow):
             self._ensure_proxy_started()  # before it is looked up who may die
+        teacher = self.config.teacher
+        trained = teacher is not None and teacher.engine_type == "train"
         with (
             wrapped(self.actor, "compute_logp", self._compared),
-            wrapped(self.actor, "clear_batches", self._cleared),
+            teacher_cleared(self.actor, self.teacher if trained else None),
         ):
             super().train(workflow, *args, **kwargs)
 
-    def _ensure_proxy_started(self) -> None:
-        with wrapped(self.scheduler, "fork_workers", self._with_our_proxy):
-            super()._ensure_proxy_started()
+    def close(self) -> None:
+        if self.hook is not None:
+            self.hook.close()
+        super().close()
 
-    def _with_our_proxy(self, fork: Callable[..., Any]) -> Callable[..., Any]:
-        """AReaL's agent proxy, started through a module of ours (`proxy` says why)."""
-        local = self.config.launch.loopback and self.config.scheduler.type == "local"
-        module = proxy.LOOPBACK_MODULE if local else proxy.MODULE
+    def more_stats(self) -> Mapping[str, float]:
+        gap, self._logprob_gap = self._logprob_gap, None
+        return {**critic_stats(self.critic), **(gap or {})}
 
-        def forked(*args: Any, command: str | None = None, **kwargs: Any) -> Any:
-            ours = module if command == proxy.AREAL_MODULE else command
-            return fork(*args, command=ours, **kwargs)
-
-        return forked
+    # The step: compare logprobs, and say what the collector did.
 
     def _compared(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The trainer's logprobs, compared with the rollout server's on the way."""
+        """Compare the trainer's logprobs with the rollout server's on the way."""
 
         def compared(batch: Any, *args: Any, **kwargs: Any) -> Any:
             recomputed = call(batch, *args, **kwargs)
@@ -74,34 +108,38 @@ class DTATrainer(CollectingTrainer, WatchedTrainer, PPOTrainer):
 
         return compared
 
-    def _cleared(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """AReaL 1.0.4 clears what every model fetched of a batch, but not a teacher's
-        share, which would stay in its memory."""
+    def _export_and_commit_stats(
+        self, epoch: int, epoch_step: int, global_step: int
+    ) -> None:
+        if self.hook is not None:
+            stats = self._collector_stats(self.hook, self.actor)
+            stats_tracker.scalar(**stats)
+        super()._export_and_commit_stats(epoch, epoch_step, global_step)
 
-        def cleared(rollout_batch: Any, *more: Any) -> None:
-            call(rollout_batch, *more)
-            teacher = self.config.teacher
-            if teacher is not None and teacher.engine_type == "train":
-                self.teacher.clear_batches(rollout_batch)
+    def _collector_stats(
+        self, hook: CollectorHook, actor: DispatchController
+    ) -> Mapping[str, float]:
+        """Take in the step's measured blocks, and return the step's metrics."""
+        now = time.monotonic()
+        step_seconds, self._since = now - self._since, now
+        collector, planner = hook.collector, actor.planner
+        samples = actor.take_block_samples()
+        planner.observe(np.array(samples, np.float64).reshape(-1, 8))
+        stats = collector.take_metrics(step_seconds)
+        seconds = planner.seconds(collector.total)
+        stats["collector/waiting_predicted_seconds"] = seconds
+        stats["plan/measured_blocks"] = planner.num_samples()
+        batch = hook.last_batch
+        if isinstance(batch, PlannedBatch):
+            stats |= actor.plan_batch(batch, batch.num_minibatches).metrics()
+        return stats
 
-        return cleared
-
-    def more_stats(self) -> Mapping[str, float]:
-        gap, self._logprob_gap = self._logprob_gap, None
-        return {**self._critic_stats(), **(gap or {})}
-
-    def _critic_stats(self) -> Mapping[str, float]:
-        # AReaL 1.0.4 exports those of the actor alone.
-        if self.critic is None:
-            return {}
-        found = self.critic._custom_function_call("export_stats")
-        own = "ppo_critic/"
-        return {k if k.startswith(own) else f"critic/{k}": v for k, v in found.items()}
+    # The start: engines, rollout servers, the collector with what it recovers.
 
     def _create_train_engine(
         self, actor_config: DTAPPOActorConfig, alloc: ModelAllocation
     ) -> Any:
-        """Of the actor, the reference, or a teacher."""
+        """Create the actor, the reference, or a teacher."""
         ours = self._create_engine("actor", actor_config, alloc)
         return ours or super()._create_train_engine(actor_config, alloc)
 
@@ -110,6 +148,10 @@ class DTATrainer(CollectingTrainer, WatchedTrainer, PPOTrainer):
     ) -> Any:
         ours = self._create_engine("critic", critic_config, alloc)
         return ours or super()._create_critic(critic_config, alloc)
+
+    def _ensure_proxy_started(self) -> None:
+        with our_proxy(self.scheduler):
+            super()._ensure_proxy_started()
 
     def _init_rollout(
         self, rollout_config: Any, is_eval: bool = False, lora_path: str | None = None
@@ -140,20 +182,62 @@ class DTATrainer(CollectingTrainer, WatchedTrainer, PPOTrainer):
         controller.initialize(server_args=self.config.local.build_args(), **kwargs)
         return controller
 
-    def _measured(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def measured(*args: Any, **kwargs: Any) -> Any:
-            batch = call(*args, **kwargs)
-            self._measure(batch)
-            return batch
+    def _create_dataloader(
+        self, dataset: Any, dataset_config: Any, rank: int, world_size: int
+    ) -> Any:
+        loader = super()._create_dataloader(
+            dataset, dataset_config=dataset_config, rank=rank, world_size=world_size
+        )
+        if (
+            isinstance(self.actor, DispatchController)
+            and isinstance(dataset_config, TrainDatasetConfig)
+            and not isinstance(dataset, RDataset)
+        ):
+            return PromptLoader(loader)
+        return loader
 
-        return measured
+    def _start_collecting(self, rollout: RolloutController) -> None:
+        config = self.config
+        planner = _planner(config)
+        for controller in (self.actor, self.critic, self.ref):
+            if isinstance(controller, DispatchController):
+                controller.planner = planner
+        collector = Collector(
+            max_sequence_tokens=config.actor.mb_spec.max_tokens_per_mb,
+            max_staleness=config.rollout.max_head_offpolicyness,
+        )
+        prompts = self.train_dataloader
+        self.hook = CollectorHook(
+            rollout, collector, prompts if isinstance(prompts, PromptLoader) else None
+        )
+        handler = self.recover_handler
+        if isinstance(handler, SlotRecoverHandler):
+            handler.also["cost_model"] = planner
+        if self.recover_info is None:
+            return
+        # AReaL has restored the models; the costs and the schedule follow.
+        handler.load_also()
+        num_steps = self.recover_info.last_step_info.global_step + 1
+        self.hook.step = num_steps
+        for controller in (self.actor, self.critic):
+            if isinstance(controller, DispatchController):
+                controller.advance_lr_scheduler(num_steps)
 
 
-def _with_secret_key(run: ResolvedRun) -> ResolvedRun:
-    """Return a copy whose agent proxy has its own key: AReaL's default is public."""
-    run = deepcopy(run)
-    assert run.rollout is not None
-    agent = run.rollout.config.agent
-    if agent.admin_api_key == AgentConfig.admin_api_key:
-        agent.admin_api_key = secrets.token_urlsafe(32)
-    return run
+def _planner(config: Any) -> BatchPlanner:
+    """Return a planner whose costs start from the actor's model and options."""
+    from transformers import AutoConfig
+
+    options = config.actor.dta
+    budgets = {"block_tokens": DEFAULT_BLOCK_TOKENS}
+    for name in ("block_tokens", "retain_tokens"):
+        if isinstance(value := getattr(options, name), int):  # or "auto"
+            budgets[name] = value
+    flops = None
+    try:
+        model = AutoConfig.from_pretrained(config.actor.path, trust_remote_code=True)
+        flops = FlopModel.from_config(model)
+    except ValueError as error:
+        logger.warning(f"costs start from a nominal model: {error}")
+    is_dense = config.actor.engine != "dta"
+    return BatchPlanner(flops, seed=config.seed, dense=is_dense, **budgets)

@@ -38,7 +38,7 @@ def has_different_rewards(trajectory: dict[str, Any]) -> bool:
 
 
 def _warn(succeeds: bool) -> None:
-    from areal_dta.tasks.log import task_logger
+    from areal_dta.areal_fixes.loggers import task_logger
 
     task_logger("tau2").warning(
         "%d prompts in a row had equal rewards; the agent always %s. Training goes on "

@@ -22,6 +22,7 @@ from areal.infra.workflow_context import WorkflowContext
 from areal.utils.data import concat_padded_tensors
 from areal.utils.network import find_free_ports
 from fastapi import FastAPI, Request
+from starlette.middleware.base import BaseHTTPMiddleware
 from transformers import AutoModelForCausalLM
 
 from areal_dta.areal_fixes import agent_proxy as proxy
@@ -295,10 +296,11 @@ def test_template_arguments_reach_the_handler(body, seen):
         given = proxy._template_kwargs.get() or {}
         return {"seen": str(given.get("enable_thinking")), "body": await request.body()}
 
-    wrapped = proxy.TemplateKwargs(app, "/chat/completions")
+    keep = proxy.keep_template_kwargs("/chat/completions")
+    app.add_middleware(BaseHTTPMiddleware, dispatch=keep)
 
     async def post():
-        transport = httpx.ASGITransport(app=wrapped)
+        transport = httpx.ASGITransport(app=app)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as c:
             return (await c.post("/chat/completions", content=body)).json()
 

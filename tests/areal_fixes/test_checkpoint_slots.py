@@ -48,24 +48,24 @@ class Part:
         self.value = state["value"]
 
 
-def handler(root: Path) -> SlotRecoverHandler:
+def handler(root: Path, cls: type[Any] = SlotRecoverHandler) -> Any:
     config = RecoverConfig(
         experiment_name="e", trial_name="t", fileroot=str(root), mode="on", freq_steps=1
     )
-    return SlotRecoverHandler(
+    return cls(
         config, FinetuneSpec(total_train_epochs=1, dataset_size=8, train_batch_size=1)
     )
 
 
-def dump(slots: SlotRecoverHandler, engine: Engine, step: int) -> None:
+def dump(slots: RecoverHandler, engine: Engine, step: int) -> None:
     parts = [Part(step) for _ in range(4)]
     info = StepInfo(epoch=0, epoch_step=step, global_step=step, steps_per_epoch=8)
     slots.dump({"default": engine}, info, *parts)
 
 
-def load(root: Path) -> tuple[Any, Engine, Part]:
+def load(root: Path, cls: type[Any] = SlotRecoverHandler) -> tuple[Any, Engine, Part]:
     engine, parts = Engine(), [Part() for _ in range(4)]
-    info = handler(root).load({"default": engine}, *parts)
+    info = handler(root, cls).load({"default": engine}, *parts)
     return info, engine, parts[3]
 
 

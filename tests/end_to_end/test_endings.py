@@ -14,7 +14,7 @@ from tests.end_to_end.running import RunningLaunch
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(480)]
 
-WORKER = ("areal_dta.processes.worker", "--role")
+WORKER = ("areal_dta.areal_fixes.loopback", "--role")
 SERVER = ("areal_dta.rollout_server.server",)
 
 

@@ -3,23 +3,23 @@
 import torch
 from areal.api.cli_args import AgentConfig
 
+from areal_dta.areal_fixes.trainer_steps import with_secret_key
 from areal_dta.config.resolved import resolve
 from areal_dta.config.schema import to_structured
 from areal_dta.report.logprob_gap import logprob_gap
 from areal_dta.startup.compose import compose, find_config
-from areal_dta.trainers.ppo import _with_secret_key
 
 
 def test_the_proxy_gets_a_key_that_nobody_knows():
     name = find_config("gsm8k_calculator.yaml")
     run = resolve(to_structured(compose(name, ["hardware=cpu"])))
     config = run.config
-    first, second = (_with_secret_key(run).config.rollout.agent for _ in range(2))
+    first, second = (with_secret_key(run).config.rollout.agent for _ in range(2))
     keys = {first.admin_api_key, second.admin_api_key, AgentConfig.admin_api_key}
     assert len(keys) == 3
     assert config.rollout.agent.admin_api_key == AgentConfig.admin_api_key
     config.rollout.agent.admin_api_key = "mine"
-    assert _with_secret_key(run).config.rollout.agent.admin_api_key == "mine"
+    assert with_secret_key(run).config.rollout.agent.admin_api_key == "mine"
 
 
 def item(logprobs, versions, loss_mask):

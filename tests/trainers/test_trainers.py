@@ -17,7 +17,6 @@ from areal.trainer.dpo_trainer import DPOTrainer
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.trainer.rw_trainer import RWTrainer
 from areal.trainer.sft_trainer import SFTTrainer
-from areal.utils.timeutil import EpochStepTimeFreqCtl
 
 from areal_dta.config.resolved import KIND_OF
 from areal_dta.config.schema import ALGORITHMS, to_structured
@@ -27,7 +26,8 @@ from areal_dta.engine.dta_engine import DTAEngine
 from areal_dta.startup.compose import compose, find_config
 from areal_dta.startup.train_process import trainer_class
 from areal_dta.trainers.ppo import DTATrainer
-from areal_dta.trainers.watched import WatchedTrainer, _commits, wrapped
+from areal_dta.trainers.step_record import StepRecorder
+from areal_dta.trainers.watched import WatchedTrainer
 
 AREAL_TRAINERS = {
     "ppo": PPOTrainer,
@@ -116,63 +116,41 @@ def test_the_trainer_makes_them_by_role(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_statistics_of_the_critic_are_committed_with_the_actor_s() -> None:
     logged: list[Any] = []
+    records: list[Any] = []
     logger = SimpleNamespace(commit=lambda *args: logged.append(args))
     trainer: Any = DTATrainer.__new__(DTATrainer)
     exported = {"ppo_critic/grad_norm": 1.0, "dta/sharing_ratio": 2.0}
     trainer.critic = SimpleNamespace(_custom_function_call=lambda name: exported)
-    with _commits(logger, trainer.more_stats) as committed:
-        logger.commit(0, 1, 2, {"dta/sharing_ratio": 3.0})
+    recorder = StepRecorder(on_step=records.append)
+    with recorder.step(3, logger, trainer.more_stats):
+        logger.commit(0, 1, 2, {"sft/grad_norm": 3.0})
     expected = {
-        "dta/sharing_ratio": 3.0,
+        "sft/grad_norm": 3.0,
         "ppo_critic/grad_norm": 1.0,
         "critic/dta/sharing_ratio": 2.0,
     }
     assert logged == [(0, 1, 2, [expected])]
-    assert committed == expected
+    assert [(record.step, record.grad_norm) for record in records] == [(3, 3.0)]
     trainer.critic = None
     assert trainer.more_stats() == {}
 
 
-def test_a_wrapped_method_is_put_back() -> None:
-    class Owner:
-        def double(self, x: int) -> int:
-            return 2 * x
+@pytest.mark.parametrize("method", ["prepare_batch", "train_lm"])
+def test_batches_are_measured_on_their_way(method: str) -> None:
+    """Whether the controller returns them or takes them."""
+    measured: list[Any] = []
+    meter: Any = SimpleNamespace(measure=measured.append)
 
-    owner = Owner()
-    with wrapped(owner, "double", lambda call: lambda x: call(x) + 1):
-        assert owner.double(3) == 7
-    assert owner.double(3) == 6
+    class Controller:
+        def prepare_batch(self, loader: str) -> list[str]:
+            return [loader]
 
+        def train_lm(self, batch: str) -> None:
+            assert batch in ("batch", "unseen")
 
-def test_actor_and_critic_are_saved_in_the_same_steps() -> None:
-    """Each question whether it is time counts as a step in AReaL."""
-    saved: list[tuple[str, int]] = []
-    frequency = EpochStepTimeFreqCtl(freq_epoch=None, freq_step=3, freq_sec=None)
-
-    class Trainer(WatchedTrainer, _SavesTwo):
-        def __init__(self) -> None:
-            self.saver = SimpleNamespace(freq_ctl=frequency)
-            self.saved = saved
-            self.config = SimpleNamespace(
-                experiment_name="e",
-                trial_name="t",
-                cluster=SimpleNamespace(fileroot="nowhere"),
-            )
-
-    trainer = Trainer()
-    for step in range(6):
-        trainer._save_hf(0, step, step)
-    assert saved == [("actor", 2), ("critic", 2), ("actor", 5), ("critic", 5)]
-    assert "check" not in vars(frequency)
-
-
-class _SavesTwo:
-    """As AReaL's PPO trainer with a critic."""
-
-    saver: Any
-    saved: list[tuple[str, int]]
-
-    def _save_hf(self, epoch: int, epoch_step: int, global_step: int) -> None:
-        for name in ("actor", "critic"):
-            if self.saver.freq_ctl.check(epochs=0, steps=1):
-                self.saved.append((name, global_step))
+    controller = Controller()
+    with StepRecorder(meter=meter).watch_batches(controller, method):
+        answer = getattr(controller, method)("batch")
+    getattr(controller, method)("unseen")
+    assert measured == ([["batch"]] if method == "prepare_batch" else ["batch"])
+    assert answer == (["batch"] if method == "prepare_batch" else None)

@@ -1,4 +1,7 @@
-"""AReaL's local scheduler with bounded waits and ports that do not repeat."""
+"""AReaL's local scheduler with bounded waits and ports that do not repeat.
+
+`registry` has the fault and its remedy (``local_scheduler``).
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,14 @@ from areal.infra.scheduler.local import LocalScheduler, WorkerInfo
 
 
 class BoundedLocalScheduler(LocalScheduler):
-    """Does not wait for ever for a worker that died while it started.
+    """Raises when a worker dies or stays silent while it starts.
 
     AReaL polls a new worker's health without a time-out and without looking whether
     its process is alive.
     """
 
     def worker_processes(self) -> dict[str, psutil.Process]:
-        """The process of each worker, by the worker's id.
+        """Return the process of each worker by the worker's id.
 
         AReaL holds the shell that also runs the worker's log pipeline.
         """
@@ -40,7 +43,8 @@ class BoundedLocalScheduler(LocalScheduler):
     def fork_workers(
         self, role: str, target_role: str, command: str | None = None
     ) -> list[str]:
-        """
+        """Fork workers as AReaL does.
+
         Raises:
             WorkerCreationError: with the end of the worker's log, which AReaL leaves
                 out.

@@ -2,7 +2,7 @@ import logging
 import subprocess
 import sys
 
-from areal_dta.tasks.log import task_logger
+from areal_dta.areal_fixes.loggers import task_logger
 
 
 def test_without_areal_it_is_python_s(monkeypatch):

@@ -1,4 +1,4 @@
-"""Where warnings of this package go."""
+"""Log from code that may run without AReaL; a module alone, so that it stays light."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 
 def task_logger(name: str) -> logging.Logger:
-    """A logger for one message; ask anew for the next.
+    """Return a logger for one message; ask anew for the next.
 
     AReaL replaces Python's root logger whenever it makes a logger of its own, so that
     loggers made before reach nobody, and the launcher shows what has AReaL's format:

@@ -1,0 +1,222 @@
+"""Repairs of AReaL, FSDP2, Ray and litellm: what, why, until when.
+
+One record per repair, without importing what it repairs, so that the start-up can
+compare versions first. `docs/repairs.md` is made of these records and of the docstrings
+of what they name. tests/areal_fixes/test_faults.py holds a test per record that shows
+the fault without the repair: when it fails, upstream has mended it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Final
+
+from packaging.specifiers import SpecifierSet
+
+from areal_dta.config.errors import ConfigError
+
+if TYPE_CHECKING:
+    from areal_dta.config.resolved import ResolvedRun
+
+
+@dataclass(frozen=True, slots=True)
+class Repair:
+    """One fault of a dependency, and where it is repaired."""
+
+    name: str
+    """Module below `areal_dta.areal_fixes`, and the function or class in it."""
+    fault: str
+    until: str
+    """What upstream has to change before the repair can go."""
+    undo: str = "AReaL's own class stays as it is"
+    package: str = "areal"
+    versions: str = "==1.0.4"
+    """Versions for which it was made; empty if it finds out whether it is needed."""
+
+    def check_version(self) -> None:
+        """Compare the installed version.
+
+        Raises:
+            ConfigError: another version is installed than those it was made for.
+        """
+        found = version(self.package)
+        if not SpecifierSet(self.versions).contains(found, prereleases=True):
+            raise ConfigError(
+                f"areal_fixes.{self.name} repairs {self.package} {self.versions}, "
+                f"found {found}; install {self.package}{self.versions}"
+            )
+
+
+_LEAVE: Final = "leave the context"
+_CALL: Final = "call what it returns"
+_PROCESS: Final = "none: of the agent proxy's process alone"
+
+REPAIRS: Final = (
+    Repair(
+        "checkpoint_slots.slots_for_recovery",
+        "A recover checkpoint is overwritten in place: a run that is killed meanwhile "
+        "leaves neither the old state nor the new.",
+        "recover checkpoints are replaced atomically",
+        _LEAVE,
+    ),
+    Repair(
+        "trainer_steps.saved_together",
+        "Actor and critic ask in turn whether it is time to save, and each question "
+        "counts as a step: they are saved in different steps.",
+        "`PPOTrainer._save_hf` asks once per step",
+        _LEAVE,
+    ),
+    Repair(
+        "trainer_steps.critic_stats",
+        "The statistics of the critic are never exported.",
+        "`PPOTrainer._export_and_commit_stats` includes the critic",
+        "none: only reads",
+    ),
+    Repair(
+        "trainer_steps.teacher_cleared",
+        "What a teacher fetched of a batch stays in its memory for ever.",
+        "`PPOTrainer.train` clears the teacher's batches",
+        _LEAVE,
+    ),
+    Repair(
+        "trainer_steps.with_secret_key",
+        "The agent proxy's default key is public, and the same for every run.",
+        "a random default of `AgentConfig.admin_api_key`",
+        "set rollout.agent.admin_api_key",
+    ),
+    Repair(
+        "trainer_steps.start_name_service",
+        "The Ray scheduler does not set up the name service: workers elsewhere look "
+        "into another one, and entries of an earlier run remain.",
+        "`RayScheduler` does what `LocalScheduler` does",
+        "none: the next trainer sets it up anew",
+    ),
+    Repair(
+        "local_scheduler.BoundedLocalScheduler",
+        "The local scheduler waits for ever for a worker that died while it started, "
+        "and only 60 s for a forked one, leaves the log out of the error, and draws "
+        "ports from the generator that the trainer seeds.",
+        "`LocalScheduler` watches its processes; its ports do not follow the seed",
+    ),
+    Repair(
+        "loopback.use_loopback",
+        "Workers, callback server and rollout servers listen on the machine's outward "
+        "address without authentication; their RPC calls what it is told to.",
+        "AReaL has a setting for the address",
+        _CALL,
+    ),
+    Repair(
+        "loopback.ray_on_loopback",
+        "A Ray that is started on one machine listens on its outward address.",
+        "`ray.init` takes the address for a node of its own",
+        _CALL,
+        "ray",
+        ">=2.9,<3",  # monthly releases; the switch has been the same for years
+    ),
+    Repair(
+        "weight_sync.load_when_saved",
+        "Rollout workers look once per second whether new weights are saved, and "
+        "nearly always just before they are.",
+        "a saved checkpoint is announced to waiting workers",
+        "delete the controller's own `update_weights_from_disk`",
+    ),
+    Repair(
+        "reward_model.PairRewards",
+        "`train_rw` raises a KeyError: it counts the pairs of a padded batch by "
+        "`cu_seqlens`, which only packed batches have; and a pair's two rows are dealt "
+        "to different ranks.",
+        "`FSDPRWEngine.train_rw` works, and `RWController.train_rw` keeps pairs",
+    ),
+    Repair(
+        "fsdp2.forget",
+        "After a failed pass nothing public drops gradients that were not reduced, or "
+        "the record of forwards by which FSDP2 prefetches.",
+        "FSDP2 modules can be reset",
+        "none: called after a failure",
+        "torch",
+        ">=2.9,<2.11",  # what AReaL allows, and the tests ran on
+    ),
+    Repair(
+        "agent_proxy.alias_litellm",
+        "The agent proxy imports a module that litellm 1.108 has renamed; it dies, and "
+        "a time-out is reported a minute later.",
+        "AReaL imports the new name",
+        _PROCESS,
+        "litellm",
+        "",
+    ),
+    Repair(
+        "agent_proxy.pass_template_kwargs",
+        "The agent proxy drops a request's `chat_template_kwargs`, which SGLang and "
+        "vLLM take.",
+        "the proxy passes them on",
+        _PROCESS,
+    ),
+    Repair(
+        "agent_proxy.mark_trajectory_starts",
+        "Exported sequences lack `begin_of_trajectory`: an episode of many calls has "
+        "its reward counted many times where rewards are normalised.",
+        "the proxy exports it",
+        _PROCESS,
+    ),
+    Repair(
+        "agent_proxy.accept_empty_replies",
+        "A reply of nothing but stop tokens is refused with status 500: its prompt is "
+        "dropped, and the habit never trained against.",
+        "`ModelResponse.output_tokens_without_stop` may be empty",
+        _CALL,
+    ),
+    Repair(
+        "loggers.task_logger",
+        "Python's root logger is replaced whenever AReaL makes a logger of its own, so "
+        "that loggers made before reach nobody.",
+        "AReaL leaves the root logger alone",
+        "none: use `logging.getLogger`",
+    ),
+)
+
+
+def check_versions(run: ResolvedRun) -> None:
+    """Compare the packages that a run uses with those that the repairs were made for.
+
+    Ray counts only under its scheduler, torch only where a tree engine has several
+    ranks.
+
+    Raises:
+        ConfigError: a version for which a repair was not made; names the repair.
+    """
+    packages = {"areal"}
+    if run.config.scheduler.type == "ray":
+        packages.add("ray")
+    backends = [model.backend for model in run.models]
+    if any(b.engine == "dta" and b.num_ranks > 1 for b in backends):
+        packages.add("torch")
+    for repair in REPAIRS:
+        if repair.package in packages:
+            repair.check_version()
+
+
+def table_row(repair: Repair) -> str:
+    """Return a repair as a row of the Markdown table in `docs/repairs.md`."""
+    module, name = repair.name.split(".")
+    found = import_module(f"areal_dta.areal_fixes.{module}")
+    remedy = getattr(found, name).__doc__.partition("\n")[0].rstrip(".")
+    made_for = f"{repair.package} {repair.versions}".strip()
+    cells = (f"`{repair.name}`", made_for, repair.fault, remedy, repair.until)
+    return f"| {' | '.join((*cells, repair.undo))} |"
+
+
+@contextmanager
+def wrapped(
+    owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace a method of one object while the context is active."""
+    setattr(owner, name, wrap(getattr(owner, name)))
+    try:
+        yield
+    finally:
+        delattr(owner, name)

@@ -1,0 +1,83 @@
+"""What AReaL's PPO trainer leaves out of a step, or of its start.
+
+`registry` has each fault and its remedy, by the names of these functions.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from areal.api.cli_args import AgentConfig
+from areal.utils import name_resolve, names
+
+from areal_dta.areal_fixes.registry import wrapped
+from areal_dta.config.resolved import ResolvedRun
+
+Call = Callable[..., Any]
+
+
+def saved_together(saver: Any) -> AbstractContextManager[None]:
+    """Let AReaL's saver decide once whether it is time, for actor and critic alike."""
+
+    def answered_once(check: Call) -> Call:
+        answers: list[Any] = []
+
+        def answered(*args: Any, **kwargs: Any) -> Any:
+            if not answers:
+                answers.append(check(*args, **kwargs))
+            return answers[0]
+
+        return answered
+
+    return wrapped(saver.freq_ctl, "check", answered_once)
+
+
+def critic_stats(critic: Any) -> Mapping[str, float]:
+    """Return what the critic's controller has to tell; nothing without a critic."""
+    if critic is None:
+        return {}
+    stats = critic._custom_function_call("export_stats")
+    own = "ppo_critic/"
+    return {k if k.startswith(own) else f"critic/{k}": v for k, v in stats.items()}
+
+
+def teacher_cleared(actor: Any, teacher: Any) -> AbstractContextManager[None]:
+    """Let a teacher's workers forget a batch when the actor's do.
+
+    Args:
+        teacher: a training controller; None where there is none.
+    """
+    if teacher is None:
+        return nullcontext()
+
+    def clear_both(clear: Call) -> Call:
+        def cleared(rollout_batch: Any, *more: Any) -> None:
+            clear(rollout_batch, *more)
+            teacher.clear_batches(rollout_batch)
+
+        return cleared
+
+    return wrapped(actor, "clear_batches", clear_both)
+
+
+def with_secret_key(run: ResolvedRun) -> ResolvedRun:
+    """Return a copy whose agent proxy has a key that only this run knows."""
+    run = copy.deepcopy(run)
+    assert run.rollout is not None
+    agent = run.rollout.config.agent
+    if agent.admin_api_key == AgentConfig.admin_api_key:
+        agent.admin_api_key = secrets.token_urlsafe(32)
+    return run
+
+
+def start_name_service(config: Any) -> None:
+    """Set up AReaL's name service, without entries of an earlier run."""
+    os.makedirs(config.cluster.name_resolve.nfs_record_root, exist_ok=True)
+    name_resolve.reconfigure(config.cluster.name_resolve)
+    trial = names.trial_root(config.experiment_name, config.trial_name)
+    name_resolve.clear_subtree(trial)

@@ -1,0 +1,321 @@
+"""Each fault that a repair is for is still there without it.
+
+One test per record of the registry, named ``test_without_`` and what repairs it. When
+one fails, upstream has mended the fault: drop the repair. That the fault is gone with
+the repair is shown here too where it takes a line, and otherwise by the repair's own
+tests.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from areal.api import FinetuneSpec
+from areal.api.cli_args import (
+    AgentConfig,
+    NameResolveConfig,
+    SaverConfig,
+)
+from areal.api.io_struct import ModelResponse
+from areal.trainer.rl_trainer import PPOTrainer
+from areal.utils import name_resolve, names
+from areal.utils.recover import RecoverHandler
+from areal.utils.saver import Saver
+from pydantic import TypeAdapter
+
+from areal_dta.areal_fixes import agent_proxy
+from areal_dta.areal_fixes.loopback import LOOPBACK
+from areal_dta.areal_fixes.registry import REPAIRS
+from areal_dta.areal_fixes.trainer_steps import critic_stats, saved_together
+from tests.areal_fixes.test_checkpoint_slots import Engine, dump, handler, load
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def test_every_repair_has_its_fault_here() -> None:
+    prefix = "test_without_"
+    tested = {name for name in globals() if name.startswith(prefix)}
+    assert tested == {prefix + repair.name.split(".")[1] for repair in REPAIRS}
+
+
+def test_without_slots_for_recovery(tmp_path: Path) -> None:
+    """A checkpoint that is being written destroys the one before."""
+    stock: Any = handler(tmp_path, RecoverHandler)
+    dump(stock, Engine("old"), 0)
+    broken = Engine("new")
+    broken.fails = True
+    with pytest.raises(OSError, match="killed"):
+        dump(stock, broken, 1)
+    info, engine, _ = load(tmp_path, RecoverHandler)
+    assert info.last_step_info.global_step == 0
+    assert engine.weight == "n"  # half of the new one
+
+
+def test_without_saved_together(tmp_path: Path) -> None:
+    def saved_in_steps(repaired: bool) -> list[tuple[str, int]]:
+        config = SaverConfig(
+            experiment_name="e",
+            trial_name=str(repaired),
+            fileroot=str(tmp_path),
+            freq_steps=3,
+        )
+        spec = FinetuneSpec(total_train_epochs=1, dataset_size=8, train_batch_size=1)
+        trainer: Any = PPOTrainer.__new__(PPOTrainer)
+        trainer.saver = Saver(config, spec)
+        trainer.tokenizer = trainer.processor = None
+        saved: list[tuple[str, int]] = []
+        step = 0
+        for name in ("actor", "critic"):
+            engine = SimpleNamespace(save=lambda _, n=name: saved.append((n, step)))
+            setattr(trainer, name, engine)
+        for step in range(3):  # noqa: B007  # `save` reads it
+            with saved_together(trainer.saver) if repaired else nullcontext():
+                trainer._save_hf(0, step, step)
+        return saved
+
+    assert saved_in_steps(repaired=False) == [("actor", 1), ("critic", 2)]
+    assert saved_in_steps(repaired=True) == [("actor", 2), ("critic", 2)]
+
+
+def test_without_critic_stats() -> None:
+    trainer: Any = MagicMock()
+    trainer.actor.export_stats.return_value = {"actor": 1.0}
+    trainer.rollout.export_stats.return_value = {}
+    trainer.eval_rollout = None
+    PPOTrainer._export_and_commit_stats(trainer, 0, 0, 0)
+    trainer.stats_logger.commit.assert_called_once_with(0, 0, 0, {"actor": 1.0})
+    assert not trainer.critic.mock_calls
+    trainer.critic._custom_function_call.return_value = {"values": 2.0}
+    assert critic_stats(trainer.critic) == {"critic/values": 2.0}
+
+
+def test_without_teacher_cleared() -> None:
+    """One step of AReaL's loop, with everything else replaced."""
+    trainer: Any = MagicMock()
+    trainer.config.total_train_steps = 1
+    trainer.config.total_train_epochs = 1
+    trainer.recover_info = None
+    trainer.config.memory_profiler = None
+    trainer.config.rollout.agent.mode = "inline"
+    trainer.train_dataloader.__len__.return_value = 1
+    trainer.actor.prepare_batch.return_value = [{}]
+    PPOTrainer.train(trainer, workflow="not.used")
+    for name in ("actor", "critic", "ref"):
+        assert getattr(trainer, name).clear_batches.called
+    assert trainer.teacher.compute_logp.called
+    assert not trainer.teacher.clear_batches.called
+
+
+def test_without_with_secret_key() -> None:
+    assert AgentConfig.admin_api_key == "areal-admin-key"
+
+
+def test_without_start_name_service(tmp_path: Path) -> None:
+    from areal.infra import RayScheduler
+
+    name_resolve.reconfigure(
+        NameResolveConfig(type="nfs", nfs_record_root=str(tmp_path))
+    )
+    old = f"{names.trial_root('e', 't')}/old"
+    name_resolve.add(old, "of an earlier run")
+    config: Any = MagicMock()
+    config.experiment_name, config.trial_name = "e", "t"
+    config.cluster.fileroot = str(tmp_path)
+    RayScheduler(exp_config=config)
+    assert name_resolve.get(old) == "of an earlier run"
+
+
+def test_without_BoundedLocalScheduler(tmp_path: Path) -> None:
+    from areal.infra.scheduler.local import LocalScheduler
+
+    service = NameResolveConfig(type="nfs", nfs_record_root=str(tmp_path))
+    stock = LocalScheduler(
+        fileroot=str(tmp_path),
+        experiment_name="e",
+        trial_name="t",
+        nfs_record_root=service.nfs_record_root,
+        gpu_devices=[],
+        startup_timeout=1.0,
+    )
+    # ports follow the seed
+    drawn = []
+    for _ in range(2):
+        random.seed(1)
+        drawn.append(stock._allocate_ports(4))
+        stock._allocated_ports.clear()
+    assert drawn[0] == drawn[1]
+    # a forked worker is given 60 s
+    waits = inspect.signature(LocalScheduler._wait_for_fork_ready).parameters
+    assert waits["timeout"].default == 60
+    # a worker that has died is waited for, beyond the time-out
+    worker: Any = MagicMock()
+    worker.process.poll.return_value = 1
+    polled = threading.Event()
+    give_up_at = time.monotonic() + 3.0
+
+    def never_ready(info: Any) -> bool:
+        if time.monotonic() > give_up_at:
+            polled.set()
+            raise InterruptedError("enough")
+        return False
+
+    stock._is_worker_ready = never_ready  # type: ignore[method-assign]
+    with pytest.raises(InterruptedError):
+        stock._configure_worker(worker, 0)
+    assert polled.is_set()
+
+
+def test_without_use_loopback() -> None:
+    import areal.infra.scheduler.local as scheduler
+    from areal.utils.network import gethostip
+
+    assert not inspect.signature(scheduler.LocalScheduler).parameters.keys() & {
+        "host",
+        "address",
+        "bind_host",
+    }
+    if gethostip() == LOOPBACK:
+        pytest.skip("this machine has no other address")
+    assert scheduler.gethostip() != LOOPBACK
+
+
+def test_without_ray_on_loopback() -> None:
+    import ray
+    from ray._private import services
+
+    assert "node_ip_address" not in inspect.signature(ray.init).parameters
+    if (address := services.get_node_ip_address()) == LOOPBACK:
+        pytest.skip("this machine has no other address")
+    assert address != LOOPBACK
+
+
+def test_without_load_when_saved(tmp_path: Path) -> None:
+    """Weights that are saved just after a worker's look are seen a second later."""
+    name_resolve.reconfigure(
+        NameResolveConfig(type="nfs", nfs_record_root=str(tmp_path))
+    )
+    timer = threading.Timer(0.05, lambda: name_resolve.add("saved", "now"))
+    started = time.monotonic()
+    timer.start()
+    name_resolve.wait("saved", timeout=10)
+    timer.join()
+    assert time.monotonic() - started >= 1.0  # sleeps that long between two looks
+
+
+def test_without_PairRewards() -> None:
+    from areal.trainer.rw.rw_engine import RWController, RWEngine
+
+    data = {
+        "input_ids": torch.ones(2, 3, dtype=torch.long),
+        "attention_mask": torch.ones(2, 3, dtype=torch.bool),
+    }
+    with pytest.raises(KeyError, match="cu_seqlens"):
+        RWEngine(MagicMock()).train_rw([data])
+    controller: Any = MagicMock()
+    RWController.train_rw(controller, [data])
+    (call,) = controller._custom_function_call.mock_calls
+    assert call.kwargs.get("group_size", 1) == 1
+
+
+def test_without_forget() -> None:
+    """The gradients of a pass that failed are added to those of the next."""
+    code = """
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(2, 1, bias=False)
+fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))
+model.set_requires_gradient_sync(False)
+model(torch.ones(1, 2)).sum().backward()  # and here the pass fails
+model.set_requires_gradient_sync(True)
+model.zero_grad()
+model(torch.ones(1, 2)).sum().backward()
+print("gradient", model.weight.grad.full_tensor().tolist())
+"""
+    result = _run(code)
+    assert "gradient [[2.0, 2.0]]" in result.stdout, result.stderr
+
+
+def test_without_alias_litellm() -> None:
+    server = "areal.experimental.openai.proxy.proxy_rollout_server"
+    result = _run(f"import {server}", LITELLM_LOCAL_MODEL_COST_MAP="True")
+    assert f"No module named '{agent_proxy._OLD}'" in result.stderr
+
+
+@pytest.fixture
+def server() -> Any:
+    agent_proxy.alias_litellm()
+    from areal.experimental.openai.proxy import proxy_rollout_server
+
+    return proxy_rollout_server
+
+
+def test_without_pass_template_kwargs(server: Any) -> None:
+    """Parsing drops the field, so that the handler cannot see it."""
+    body = {
+        "messages": [{"role": "user", "content": "1+1?"}],
+        "model": "-",
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    parsed = TypeAdapter(server.CompletionCreateParams).validate_python(body)
+    assert parsed["model"] == "-"
+    assert "chat_template_kwargs" not in parsed
+
+
+def test_without_mark_trajectory_starts(server: Any) -> None:
+    interaction: Any = MagicMock()
+    interaction.has_tensor_data = True
+    interaction.to_tensor_dict.return_value = {"input_ids": torch.ones(1, 2)}
+    interaction.reward, interaction.interaction_id = 1.0, "i"
+    serialized = server.serialize_interactions({"i": interaction})
+    assert "input_ids" in str(serialized)
+    assert "begin_of_trajectory" not in str(serialized)
+
+
+def test_without_accept_empty_replies() -> None:
+    tokenizer: Any = SimpleNamespace(eos_token_id=7, pad_token_id=7)
+    reply = ModelResponse(
+        input_tokens=[1], output_tokens=[7], stop_reason="stop", tokenizer=tokenizer
+    )
+    with pytest.raises(ValueError, match="All output_tokens are EOS or PAD"):
+        reply.output_tokens_without_stop  # noqa: B018
+    undo = agent_proxy.accept_empty_replies()
+    try:
+        assert reply.output_tokens_without_stop == []
+    finally:
+        undo()
+
+
+def test_without_task_logger() -> None:
+    code = """
+import logging
+logger = logging.getLogger("before")
+import areal.utils.logging as areal_logging
+areal_logging.getLogger("another")
+print("reaches the root:", logger.root is logging.root)
+"""
+    assert "reaches the root: False" in _run(code).stdout
+
+
+def _run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
