@@ -132,7 +132,7 @@ REPAIRS: Final = (
         "`FSDPRWEngine.train_rw` works, and `RWController.train_rw` keeps pairs",
     ),
     Repair(
-        "fsdp2.forget",
+        "fsdp2.drop_unreduced_gradients",
         "After a failed pass nothing public drops gradients that were not reduced, or "
         "the record of forwards by which FSDP2 prefetches.",
         "FSDP2 modules can be reset",

@@ -230,7 +230,7 @@ def test_without_PairRewards() -> None:
     assert call.kwargs.get("group_size", 1) == 1
 
 
-def test_without_forget() -> None:
+def test_without_drop_unreduced_gradients() -> None:
     """The gradients of a pass that failed are added to those of the next."""
     code = """
 import torch, torch.distributed as dist
