@@ -132,6 +132,13 @@ REPAIRS: Final = (
         "`FSDPRWEngine.train_rw` works, and `RWController.train_rw` keeps pairs",
     ),
     Repair(
+        "group_normalization.ItemNormalization",
+        "Rows are sliced by a fixed `group_size`, so that items of other sizes are "
+        "mixed; and a rank whose mask is all zero skips the all-reduces, while the "
+        "others wait for it.",
+        "`Normalization` takes groups of any size, and never skips a collective",
+    ),
+    Repair(
         "fsdp2.drop_unreduced_gradients",
         "After a failed pass nothing public drops gradients that were not reduced, or "
         "the record of forwards by which FSDP2 prefetches.",

@@ -27,11 +27,13 @@ from areal.api import FinetuneSpec
 from areal.api.cli_args import (
     AgentConfig,
     NameResolveConfig,
+    NormConfig,
     SaverConfig,
 )
 from areal.api.io_struct import ModelResponse
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils import name_resolve, names
+from areal.utils.data import Normalization
 from areal.utils.recover import RecoverHandler
 from areal.utils.saver import Saver
 from pydantic import TypeAdapter
@@ -228,6 +230,13 @@ def test_without_PairRewards() -> None:
     RWController.train_rw(controller, [data])
     (call,) = controller._custom_function_call.mock_calls
     assert call.kwargs.get("group_size", 1) == 1
+
+
+def test_without_ItemNormalization() -> None:
+    """Three rows of one prompt and one of another, in slices of two."""
+    config = NormConfig(mean_level="group", std_level=None, group_size=2)
+    rewards = torch.tensor([1.0, 2.0, 3.0, 9.0])
+    assert Normalization(config)(rewards).tolist() == [-0.5, 0.5, -3.0, 3.0]
 
 
 def test_without_drop_unreduced_gradients() -> None:
