@@ -1,4 +1,4 @@
-"""Log from code that may run without AReaL; a module alone, so that it stays light."""
+"""Log from code that may run without AReaL. (Separate module: stays light.)"""
 
 from __future__ import annotations
 
