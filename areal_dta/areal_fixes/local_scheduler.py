@@ -19,7 +19,7 @@ from areal.infra.scheduler.local import LocalScheduler, WorkerInfo
 
 
 class BoundedLocalScheduler(LocalScheduler):
-    """Raises when a worker dies or stays silent while it starts.
+    """Local scheduler that raises when a starting worker dies or stays silent.
 
     AReaL polls a new worker's health without a time-out and without looking whether
     its process is alive.

@@ -49,7 +49,7 @@ class PairRWController(RWController):
 
 
 class PairRewards(FSDPRWEngine):
-    """AReaL's reward-model engine with the two corrections above."""
+    """Reward-model engine that counts pairs by the mask and keeps each on a rank."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

@@ -35,7 +35,7 @@ def start_reaper(marker: str) -> subprocess.Popen[bytes]:
 
 
 def marked_processes(marker: str) -> list[psutil.Process]:
-    """Living processes of this user that carry the marker."""
+    """Return the living processes of this user that carry the marker."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -47,7 +47,7 @@ def marked_processes(marker: str) -> list[psutil.Process]:
 
 
 def kill_marked(marker: str, timeout_seconds: float = 10.0) -> bool:
-    """Kill until none is left. Returns False when some survive the time-out."""
+    """Kill until none is left. Return False if some survive the time-out."""
     deadline = time.monotonic() + timeout_seconds
     while processes := marked_processes(marker):
         if time.monotonic() > deadline:

@@ -4,7 +4,7 @@ The supervisor is the ancestor of all processes of a run: it adopts orphans (Lin
 child subreaper), so that a worker whose parent died is still found and killed. A
 `reaper` covers the one case left, the death of the supervisor itself.
 
-Invariants (tested in tests/launch/test_supervisor.py): after `Supervisor.stop`, and
+Invariants (tested in tests/processes/test_supervisor.py): after `Supervisor.stop`, and
 after a ``kill -9`` of the supervisor, no process of the run lives.
 """
 
@@ -69,7 +69,7 @@ class Supervisor:
         os.close(write_fd)
 
     def read_events(self, timeout_seconds: float) -> list[Event]:
-        """Events that have arrived; waits for the first at most so long."""
+        """Return events that have arrived, waiting for the first until the time-out."""
         if not self._selector.get_map() or not self._selector.select(timeout_seconds):
             return []
         try:
@@ -83,7 +83,7 @@ class Supervisor:
         return [json.loads(line) for line in lines if line]
 
     def exit_code(self) -> int | None:
-        """The command's exit code; -N if signal N ended it, None while it runs."""
+        """Return the exit code: -N if signal N ended it, None while it runs."""
         self._reap_adopted()
         return self.process.poll()
 
@@ -118,7 +118,7 @@ class Supervisor:
             self._read_fd = -1
 
     def _descendants(self) -> list[psutil.Process]:
-        """All living processes below the supervisor but the reaper."""
+        """Return all living processes below the supervisor but the reaper."""
         found = []
         for process in psutil.Process().children(recursive=True):
             try:

@@ -1,1 +1,1 @@
-"""What our trainers add to AReaL's: processes watched, rollouts collected, recovery."""
+"""What our trainers add to AReaL's: engines, watched processes, a record per step."""
