@@ -145,7 +145,7 @@ def test_imports_stay_light(names: str) -> None:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=True,
     )
     loaded = sorted(set(LIGHT[names].split()) & set(done.stdout.split()))
