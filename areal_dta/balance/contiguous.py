@@ -1,11 +1,12 @@
-"""Cut sequences in depth-first order into contiguous ranges, one a rank.
+"""Cut sequences in depth-first order into contiguous ranges, one per rank.
 
-The cost of a set of sequences grows with the set, so filling one range after another
-up to a limit tells whether the limit can be kept: the smallest one is found by binary
-search. Among the cuts that keep it (or a little more), those that repeat the cheapest
-paths are found by dynamic programming over the positions that each cut can take.
+The cost of a range grows with the range. So filling one range after another up to a
+limit tells whether the limit can be kept, and the smallest such limit is found by
+bisection. Among the cuts that keep it (within ``slack``), dynamic programming over the
+positions that each cut can take finds those that repeat the cheapest paths. Both are
+compared with brute force (tests/balance/test_partition.py).
 
-Cost: O(K log N) a trial, and O(W log W) for the W positions that cuts can take.
+Cost: O(K log N) per trial, and O(W log W) for the W positions that cuts can take.
 """
 
 # N = sequences, K = ranks
@@ -18,23 +19,24 @@ from areal_dta.balance.pricing import FloatArray, RangePrices
 from areal_dta.tree.leaf_order import IntArray, range_min
 
 _TOLERANCE = 1e-6  # relative, of the smallest limit
-DEFAULT_SLACK = 2e-3  # less than predictions are off
+_ROUNDING = 1 + 1e-9  # of sums
+DEFAULT_SLACK = 2e-3  # below the error of predictions
 
 
 def contiguous_cuts(
     prices: RangePrices, num_ranks: int, slack: float = DEFAULT_SLACK
 ) -> IntArray:
-    """Bounds [K + 1] of the ranges; some may be empty.
+    """Return the bounds [K + 1] of the ranges; some may be empty.
 
     Args:
-        slack: by how much (relative) the slowest rank may be slower than it has to be,
-            for cuts that repeat less.
+        slack: by how much (relative) the slowest rank may exceed its minimum, for cuts
+            that repeat less.
     """
     n = len(prices)
     if not n:
         return np.zeros(num_ranks + 1, np.int64)
-    alone = prices.before[1:] - prices.before[:-1] + prices.at_cut[:-1]
-    low = max(float(alone.max()), float(prices.before[-1]) / num_ranks)
+    # Bisect geometrically between a share, or a sequence alone, and everything.
+    low = max(float(prices.alone.max()), float(prices.before[-1]) / num_ranks)
     high = prices.price(0, n)
     low = min(low, high)
     if _furthest(prices, low, num_ranks) is not None:
@@ -49,11 +51,11 @@ def contiguous_cuts(
 
 
 def _furthest(prices: RangePrices, limit: float, num_ranks: int) -> IntArray | None:
-    """Bounds with every cut as far to the right as it can be; None if impossible."""
+    """Return bounds with every cut as far right as possible; None if there are none."""
     n, before, at_cut = len(prices), prices.before, prices.at_cut
     bounds = np.full(num_ranks + 1, n, np.int64)
     start = 0
-    limit *= 1 + 1e-9  # sums are rounded
+    limit *= _ROUNDING
     for k in range(num_ranks):
         bounds[k] = start
         if start < n:
@@ -66,26 +68,28 @@ def _furthest(prices: RangePrices, limit: float, num_ranks: int) -> IntArray | N
 
 
 def _nearest(
-    prices: RangePrices, first_fit: FloatArray, limit: float, num_ranks: int
+    prices: RangePrices, saved: FloatArray, limit: float, num_ranks: int
 ) -> IntArray:
-    """Bounds with every cut as far to the left as it can be."""
+    """Return bounds with every cut as far left as possible."""
     bounds = np.zeros(num_ranks + 1, np.int64)
     end = len(prices)
     for k in range(num_ranks, 0, -1):
         bounds[k] = end
-        end = min(end, int(first_fit.searchsorted(prices.before[end] - limit)))
+        end = min(end, int(saved.searchsorted(prices.before[end] - limit)))
     return bounds
 
 
 def _cheapest(prices: RangePrices, limit: float, num_ranks: int) -> IntArray:
-    """Bounds of least total cost with every range within ``limit``."""
+    """Return the bounds of minimum total cost with every range within ``limit``."""
     last = _furthest(prices, limit, num_ranks)
     assert last is not None
-    limit *= 1 + 1e-9
-    # range [s, e) is within the limit iff saved[s] >= before[e] - limit
+    limit *= _ROUNDING
+    # Range [s, e) is within the limit iff saved[s] >= before[e] - limit.
     saved = np.maximum.accumulate(prices.before - prices.at_cut)
+    # Each cut k lies in first[k] .. last[k].
     first = np.minimum(_nearest(prices, saved, limit, num_ranks), last)
-    repeated = np.zeros(1)  # of each position of the cut before, first[k] .. last[k]
+    # Forward: the minimum repeated seconds for each position of cut k.
+    repeated = np.zeros(1)
     came_from: list[IntArray] = []
     for k in range(1, num_ranks):
         at = np.arange(first[k], last[k] + 1)
@@ -95,6 +99,7 @@ def _cheapest(prices: RangePrices, limit: float, num_ranks: int) -> IntArray:
         best, where = _argmin(repeated, low - first[k - 1], high - first[k - 1])
         came_from.append(where + first[k - 1])
         repeated = best + prices.at_cut[at]
+    # Backward: the last cut has to leave a range that fits; then follow the choices.
     bounds = np.full(num_ranks + 1, len(prices), np.int64)
     bounds[0] = 0
     if num_ranks > 1:
@@ -112,7 +117,7 @@ def _cheapest(prices: RangePrices, limit: float, num_ranks: int) -> IntArray:
 def _argmin(
     values: FloatArray, start: IntArray, end: IntArray
 ) -> tuple[FloatArray, IntArray]:
-    """Smallest value in each range, and where: the leftmost of equal ones."""
+    """Return the minimum of each range, and where: the leftmost of equal values."""
     rank = np.empty(len(values), np.int64)
     by_value = np.argsort(values, kind="stable")
     rank[by_value] = np.arange(len(values))

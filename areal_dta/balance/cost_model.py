@@ -1,18 +1,20 @@
 """Predicted seconds of blocks, learned from measured ones.
 
-Method: seconds = c · features with c >= 0, one c for blocks with a graph and one for
-those without. It starts from analytic FLOPs. Measured blocks of a window are fitted by
+Model: seconds = c · features with c >= 0; one c for blocks with a graph, one for those
+without. It starts from analytic FLOPs. The measured blocks of a window are fitted by
 non-negative least squares on relative errors, with three additions:
-  * each coefficient is drawn to its FLOPs value, brought to the measured speed, as
-    hard as a few blocks would: what the blocks do not tell apart keeps its ratio;
-  * blocks far off (a hiccup of the machine) lose weight: reweighted least squares
-    with Cauchy's weights;
-  * the speed may change with time: runs of blocks at another level than the newest
-    are brought to it, so old blocks go on telling the shape of the cost.
+  * Prior: each coefficient is drawn to its FLOPs value, scaled to the measured speed,
+    as hard as a few blocks would. What the blocks do not tell apart keeps its ratio.
+  * Outliers (a hiccup of the machine) lose weight: reweighted least squares with
+    Cauchy's weights.
+  * Levels: the machine's speed may change. Runs of blocks at another speed than the
+    newest run are scaled to it, so that old blocks still tell the shape of the cost.
+Invariants: tests/balance/test_cost_model.py; the constants: docs/knobs.md.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,16 +41,16 @@ FloatArray = NDArray[np.float64]
 
 DEFAULT_WINDOW = 1000
 NOMINAL_FLOPS_PER_SECOND = 1e11
-"""Of no machine in particular: only ratios matter until blocks are measured."""
-_OVERHEAD_TOKENS = 16  # a call costs about as much as this many tokens, to start from
-_LOSS_SHARE = 1e-3  # of a token's cost, for evaluating its loss
+"""Of no particular machine: only ratios matter until blocks are measured."""
+_OVERHEAD_TOKENS = 16  # what a call costs at first, in tokens
+_LOSS_SHARE = 1e-3  # what the loss of a token costs at first, in tokens
 
-_PRIOR_WEIGHT = 0.02  # squared relative errors that a prior off by 100 % counts as
-_RUN_SAMPLES = 32  # blocks whose median level says how fast the machine is
+_PRIOR_WEIGHT = 0.02  # squared relative error that a prior off by 100 % counts as
+_RUN_SAMPLES = 32  # blocks whose median error tells the machine's speed
 _LEVEL_DEAD_ZONE = 0.1  # log units: smaller differences are composition, not speed
 _HALF_LIFE = 500  # samples after which a block counts half
-_ROUNDS = 6
-_LEAST_SPREAD = 0.03  # log units: no block is an outlier for being off by less
+_ROUNDS = 6  # of reweighting
+_MIN_SPREAD = 0.03  # log units: no block is an outlier for a smaller error
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +65,27 @@ class Coefficients:
     per_loss_token: float
 
     def as_array(self) -> FloatArray:
-        return np.array(
-            [
-                self.per_block,
-                self.per_grad_token,
-                self.per_no_grad_token,
-                self.per_pair,
-                self.per_output,
-                self.per_loss_token,
-            ]
-        )
+        return np.array(dataclasses.astuple(self))
 
     def seconds(self, features: BlockFeatures) -> float:
         return float(self.as_array() @ np.array(features.as_tuple()))
 
 
 class CostModel:
-    """Prices blocks, schedules and (see ``pricing``) ranges of sequences.
+    """Prices of blocks, schedules and (through ``pricing``) sets of sequences.
 
-    Not thread-safe. Fits lazily, when a price is asked for after new samples: some
-    milliseconds.
+    Fits lazily, when a price is asked for after new samples: some milliseconds. Not
+    thread-safe.
     """
 
     def __init__(
         self, prior: Mapping[str, Coefficients], window: int = DEFAULT_WINDOW
     ) -> None:
-        """``prior`` holds the coefficients to start from, for each of KINDS.
+        """Start from ``prior``: coefficients for each of KINDS.
 
         Raises:
-            ValueError: a kind is missing, a coefficient negative, or no window.
+            ValueError: a kind is missing, a coefficient is negative, or ``window`` is
+                below 1.
         """
         missing = set(KINDS) - set(prior)
         if missing:
@@ -105,7 +99,7 @@ class CostModel:
         self.window = window
         self._fits = {kind: _Fit(prior[kind], window) for kind in KINDS}
         self.num_rejected = 0
-        """Samples that were not finite or not positive."""
+        """Samples left out because they were not finite or not positive."""
 
     @classmethod
     def from_flops(
@@ -132,35 +126,33 @@ class CostModel:
     def observe(
         self, samples: Iterable[BlockSample] | NDArray[np.floating[Any]]
     ) -> None:
-        """Take in measured blocks, in the order in which they ran.
+        """Learn from measured blocks, in the order in which they ran.
 
         Args:
-            samples: of one trainer or of several in turn; or their ``to_floats``s in an
-                array [n, 8]. Those of one call count as equally old. Of more than the
-                window, evenly spaced ones are kept.
+            samples: blocks of one trainer, or of several in turn; or an array [n, 8]
+                of their ``to_floats``. Samples of one call are equally old. If they
+                exceed the window, evenly spaced ones are kept.
         """
-        if isinstance(samples, np.ndarray):
-            rows = np.asarray(samples, np.float64).reshape(-1, NUM_FEATURES + 2)
-        else:
-            rows = np.array([s.to_floats() for s in samples], np.float64)
-            rows = rows.reshape(-1, NUM_FEATURES + 2)
-        good = np.isfinite(rows).all(1) & (rows >= 0).all(1)
-        good &= (rows[:, NUM_FEATURES] > 0) & (rows[:, :NUM_FEATURES].sum(1) > 0)
-        good &= rows[:, -1] < len(KINDS)
+        if not isinstance(samples, np.ndarray):
+            samples = np.array([s.to_floats() for s in samples], np.float64)
+        x = np.asarray(samples, np.float64).reshape(-1, NUM_FEATURES + 2)
+        good = np.isfinite(x).all(1) & (x >= 0).all(1)
+        good &= (x[:, NUM_FEATURES] > 0) & (x[:, :NUM_FEATURES].sum(1) > 0)
+        good &= x[:, -1] < len(KINDS)
         self.num_rejected += int((~good).sum())
-        rows = rows[good]
-        for number, kind in enumerate(KINDS):
-            self._fits[kind].add(rows[rows[:, -1] == number, :-1])
+        x = x[good]
+        for index, kind in enumerate(KINDS):
+            self._fits[kind].add(x[x[:, -1] == index, :-1])
 
     def coefficients(self, kind: str = TRAINING) -> Coefficients:
         return self._fits[kind].coefficients()
 
     def num_samples(self, kind: str = TRAINING) -> int:
         """Measured blocks in the window."""
-        return len(self._fits[kind].rows)
+        return len(self._fits[kind].samples)
 
     def seconds(self, features: BlockFeatures, kind: str = TRAINING) -> float:
-        """Of one block, or of several whose counts are added up."""
+        """Return the seconds of one block, or of several whose counts are added up."""
         return self.coefficients(kind).seconds(features)
 
     def schedule_seconds(self, tree: PrefixTree, schedule: Schedule) -> float:
@@ -173,7 +165,7 @@ class CostModel:
         )
 
     def median_error(self, samples: Iterable[BlockSample]) -> float:
-        """Median of |predicted - measured| / measured; nan without samples."""
+        """Return the median of |predicted - measured| / measured; nan of no samples."""
         errors = [
             abs(self.seconds(s.features, s.kind) - s.seconds) / s.seconds
             for s in samples
@@ -181,7 +173,7 @@ class CostModel:
         return float(np.median(errors)) if errors else float("nan")
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, lists and strings: what JSON can hold."""
+        """Return plain numbers, lists and strings: what JSON can hold."""
         return {
             "version": 1,
             "window": self.window,
@@ -189,10 +181,10 @@ class CostModel:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state: prior and window included.
+        """Continue from a saved state, prior and window included.
 
         Raises:
-            ValueError: it is not the state of a cost model; nothing has changed then.
+            ValueError: it is not the state of a cost model, which is then unchanged.
         """
         try:
             if state["version"] != 1:
@@ -214,21 +206,21 @@ class _Fit:
 
     def __init__(self, prior: Coefficients, window: int) -> None:
         self.prior, self.window = prior, window
-        self.rows = np.zeros((0, NUM_FEATURES + 1))  # features, seconds
+        self.samples = np.zeros((0, NUM_FEATURES + 1))  # features, seconds
         self.arrival = np.zeros(0)  # samples seen when the sample's call was over
         self.num_seen = 0
         self._fitted: Coefficients | None = None
 
-    def add(self, rows: FloatArray) -> None:
-        if not len(rows):
+    def add(self, new: FloatArray) -> None:
+        if not len(new):
             return
-        self.num_seen += len(rows)
-        if len(rows) > self.window:
-            picked = np.linspace(0, len(rows) - 1, self.window).round().astype(int)
-            rows = rows[picked]
-        self.rows = np.concatenate([self.rows, rows])[-self.window :]
-        new = np.full(len(rows), float(self.num_seen))
-        self.arrival = np.concatenate([self.arrival, new])[-self.window :]
+        self.num_seen += len(new)
+        if len(new) > self.window:
+            picked = np.linspace(0, len(new) - 1, self.window).round().astype(int)
+            new = new[picked]
+        self.samples = np.concatenate([self.samples, new])[-self.window :]
+        arrival = np.full(len(new), float(self.num_seen))
+        self.arrival = np.concatenate([self.arrival, arrival])[-self.window :]
         self._fitted = None
 
     def coefficients(self) -> Coefficients:
@@ -237,31 +229,34 @@ class _Fit:
         return self._fitted
 
     def _fit(self) -> FloatArray:
-        # here, since what only runs the executor needs no scipy
+        # Imported here: what only runs the executor needs no SciPy.
         from scipy.optimize import nnls
 
+        # Blocks that the prior can price.
         prior = self.prior.as_array()
-        x, y = self.rows[:, :-1], self.rows[:, -1]
+        x, y = self.samples[:, :-1], self.samples[:, -1]
         predicted = x @ prior
         priced = predicted > 0
         if not priced.any():
             return prior
         x, y, arrival = x[priced], y[priced], self.arrival[priced]
+        # Scale the prior to the speed of the newest run.
         run = _runs(arrival)
         error = np.log(y / predicted[priced])
-        newest = run == 0
-        prior = prior * np.exp(np.median(error[newest]))
+        prior = prior * np.exp(np.median(error[run == 0]))
         recency = 0.5 ** ((arrival[-1] - arrival) / _HALF_LIFE)
-        # theta: coefficients in units of the prior, so columns are of one scale
+        # Fit theta, the coefficients in units of the prior: columns of one scale.
         theta = np.ones(NUM_FEATURES)
         error = np.log(y / (x @ prior))
         for _ in range(_ROUNDS):
+            # Weights: what is far off at the level of its run counts less.
             level = _levels(error, run)
             centred = error - level
             centred -= np.median(centred)
-            spread = max(_LEAST_SPREAD, 1.4826 * float(np.median(np.abs(centred))))
+            spread = max(_MIN_SPREAD, 1.4826 * float(np.median(np.abs(centred))))
             weight = recency / (1 + (centred / (2 * spread)) ** 2)
-            target = y / np.exp(level)  # at the speed of the newest run
+            # Relative errors at the newest speed, and the prior as further equations.
+            target = y / np.exp(level)
             root = np.sqrt(weight)
             a = np.concatenate(
                 [
@@ -277,7 +272,7 @@ class _Fit:
     def state_dict(self) -> dict[str, Any]:
         return {
             "prior": self.prior.as_array().tolist(),
-            "rows": self.rows.tolist(),
+            "rows": self.samples.tolist(),
             "arrival": self.arrival.tolist(),
             "num_seen": self.num_seen,
         }
@@ -285,19 +280,20 @@ class _Fit:
     @classmethod
     def from_state(cls, state: Mapping[str, Any], window: int) -> _Fit:
         fit = cls(Coefficients(*map(float, state["prior"])), window)
-        rows = np.array(state["rows"], np.float64).reshape(-1, NUM_FEATURES + 1)
+        samples = np.array(state["rows"], np.float64).reshape(-1, NUM_FEATURES + 1)
         arrival = np.array(state["arrival"], np.float64)
-        if arrival.shape != (len(rows),) or not np.isfinite(rows).all():
-            raise ValueError(f"{len(rows)} rows, {arrival.shape} arrivals")
-        fit.rows, fit.arrival = rows, arrival
+        if arrival.shape != (len(samples),) or not np.isfinite(samples).all():
+            raise ValueError(f"{len(samples)} samples, {arrival.shape} arrivals")
+        fit.samples, fit.arrival = samples, arrival
         fit.num_seen = int(state["num_seen"])
         return fit
 
 
 def _runs(arrival: FloatArray) -> NDArray[np.int64]:
-    """Runs of at least _RUN_SAMPLES blocks that are alike in age, 0 the newest.
+    """Return the run of each block; 0 is the newest.
 
-    Blocks of one call stay in one run: they ran side by side.
+    A run holds at least _RUN_SAMPLES consecutive blocks. Blocks of one call ran side
+    by side and stay in one run.
     """
     run = np.zeros(len(arrival), np.int64)
     number, size = 0, 0
@@ -310,7 +306,7 @@ def _runs(arrival: FloatArray) -> NDArray[np.int64]:
 
 
 def _levels(error: FloatArray, run: NDArray[np.int64]) -> FloatArray:
-    """Per block, by how much its run is slower (log) than the newest run."""
+    """Return, per block, by how much (log) its run is slower than the newest run."""
     medians = np.array([np.median(error[run == r]) for r in range(run[0] + 1)])
     difference = medians - medians[0]
     difference[np.abs(difference) <= _LEVEL_DEAD_ZONE] = 0.0

@@ -1,4 +1,7 @@
-"""Two partitions that the field uses: whole prompts, balanced by a token count."""
+"""Two partitions used in practice: whole prompts, balanced by a token count.
+
+They are candidates of ``partition`` and the baselines of its benchmark.
+"""
 
 # N = sequences, in depth-first order; U = units, which stay together
 
@@ -10,13 +13,15 @@ import numpy as np
 
 from areal_dta.tree.leaf_order import IntArray, LeafOrder
 
-_ROOM = (1.0, 1.01, 1.02, 1.05, 1.1)  # of a rank, over the mean load; the best is taken
-_MANY_UNITS = 20_000  # more get one trial: a plan has to be quick
+_ROOM = (1.0, 1.01, 1.02, 1.05, 1.1)  # of a rank over the mean load; the best is used
+_MANY_UNITS = 20_000  # beyond, one trial: a plan has to be quick
 
 
 def by_tokens(order: LeafOrder, group_N: IntArray, num_ranks: int) -> IntArray:
-    """Rank of each sequence [N]: the largest group first to the rank with the fewest
-    sequence tokens, as AReaL does; single sequences where groups are fewer than ranks.
+    """Return the rank of each sequence [N], balanced by sequence tokens as AReaL does.
+
+    The largest group goes first, to the rank with the fewest tokens. Where groups are
+    fewer than ranks, each sequence is a group.
     """
     unit_N = group_N
     if len(np.unique(group_N)) < num_ranks:
@@ -32,15 +37,15 @@ def by_tokens(order: LeafOrder, group_N: IntArray, num_ranks: int) -> IntArray:
 
 
 def by_tree_tokens(order: LeafOrder, group_N: IntArray, num_ranks: int) -> IntArray:
-    """Rank of each sequence [N]: first-fit decreasing of prompt trees by tree tokens.
+    """Return the rank of each sequence [N]: first-fit decreasing by tree tokens.
 
-    A tree beyond a rank's share is split along the depth-first order. What all
-    sequences share is not counted: every rank pays it.
+    Units are prompt trees; one beyond a rank's share is split along the depth-first
+    order. The prefix common to all is not counted: every rank pays for it.
     """
     if not len(order):
         return np.zeros(0, np.int64)
     positions, grouped = order.grouped(group_N)
-    common = int(order.lcp_N[1:].min(initial=int(order.length_N.min())))
+    common = order.num_common_tokens
     length = grouped.length_N - common
     lcp = np.maximum(grouped.lcp_N - common, 0)
     group = group_N[positions]
@@ -57,8 +62,8 @@ def by_tree_tokens(order: LeafOrder, group_N: IntArray, num_ranks: int) -> IntAr
 def _unit_starts(
     length: IntArray, lcp: IntArray, group: IntArray, share: int
 ) -> np.ndarray:
-    """Where units start: with each group, and within those of more than ``share``
-    tokens as often as it takes."""
+    """Return where units start [N]: with each group, and within a group wherever
+    ``share`` tokens are exceeded."""
     n = len(length)
     starts = np.concatenate([[True], group[1:] != group[:-1]])
     first = np.flatnonzero(starts)
@@ -75,7 +80,7 @@ def _unit_starts(
 
 
 def _first_fit(tokens_U: IntArray, num_ranks: int) -> IntArray:
-    """Rank of each unit; one that fits nowhere goes to the rank with the least."""
+    """Return the rank of each unit; what fits nowhere goes to the emptiest rank."""
     order = np.argsort(-tokens_U, kind="stable").tolist()
     mean = float(tokens_U.sum()) / num_ranks
     best: tuple[float, IntArray] | None = None
@@ -90,8 +95,8 @@ def _first_fit(tokens_U: IntArray, num_ranks: int) -> IntArray:
                 rank = int(free.argmax())
             free[rank] -= size
             rank_U[unit] = rank
-        most = mean * room - float(free.min())
-        if best is None or most < best[0]:
-            best = most, rank_U
+        max_load = mean * room - float(free.min())
+        if best is None or max_load < best[0]:
+            best = max_load, rank_U
     assert best is not None
     return best[1]

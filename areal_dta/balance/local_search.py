@@ -1,17 +1,18 @@
-"""Move branches between ranks until no single move or swap speeds up the slowest one.
+"""Move branches between ranks until no move or swap makes the slowest rank faster.
 
-Cuts alone are not enough where a rank holds few branches: in a long conversation each
-call continues the last one, so nearly all of its cost goes with its last sequence, and
-it cannot be cut in two. What can be done is what bin packing does: give a branch of
-the slowest rank to another, or swap two.
+Contiguous cuts are not enough where a rank holds few branches: in a long conversation
+each call continues the last one, so that nearly all of the cost goes with the last
+sequence and cannot be cut in two. What remains is bin packing: give a branch of the
+slowest rank to another rank, or swap two branches. A step is scored by
 
-Moves that repeat nothing come first, since they cost nothing: a second more in all is
-weighed heavily in the beginning, and less and less where that does not help any more.
+    max(seconds of the two ranks) + weight * (increase of their total seconds)
 
-Candidates are the parts of a rank between its shallowest forks. They are sorted by a
-rough guess of what they gain; the best few are priced exactly. The work is bounded by
-a number of pricings, so a plan for many ranks stays quick; it is the same whenever it
-is made.
+First a large weight admits only moves that repeat nothing; then smaller ones follow
+where that no longer helps. Candidates are the parts of a rank between its shallowest
+forks, sorted by a guess of what they gain; the best few are priced exactly. The work is
+bounded by a number of pricings, not by time, so that the plan is reproducible.
+
+Invariant (tests/balance/test_partition.py): no move makes the slowest rank slower.
 """
 
 # N = sequences, in depth-first order
@@ -26,22 +27,22 @@ import numpy as np
 from areal_dta.balance.pricing import Pricing, RangePrices
 from areal_dta.tree.leaf_order import IntArray, LeafOrder
 
-_GOOD_ENOUGH = 1.005  # slowest over mean rank: predictions are no better
-MAX_PRICINGS = 20_000
-PRICINGS_A_RANK = 60  # on top, to look at each
 WEIGHTS = (4.0, 1.0, 0.4, 0.1)
-"""What a second more in all is worth, in seconds of the slowest rank, in turns."""
-_MAX_WIDE = 5_000  # sequences; a batch of more gets a narrower search
+"""Seconds of the slowest rank that one more second in all is worth, in turns."""
+_GOOD_ENOUGH = 1.005  # slowest over mean rank: predictions are no better
+_MIN_GAIN = 1e-4  # of the slowest rank, for a step to be worth it
+# Work
+_MAX_PRICINGS, _PRICINGS_PER_RANK = 20_000, 60
+_GUESSES_PER_PRICING = 500  # which take about as long
 _MAX_SEQUENCES = 200_000  # beyond, ranks hold so many that cuts alone are balanced
-_MAX_FORKS = 15  # of a rank, the shallowest of each run
-_MAX_RUNS = 32  # of a rank on average: more are scattered on purpose
-_LEAST_FORKS = 3  # of each run
+_MAX_RUNS = 32  # per rank on average: more are scattered on purpose
+# Breadth
+_MAX_WIDE = 5_000  # sequences; larger batches get a narrower search
+_MAX_WIDTH, _MAX_WIDTH_WIDE = 3, 16  # neighbouring branches that move together
+_MAX_FORKS, _MIN_FORKS = 15, 3  # per rank, and of each of its runs: the shallowest
 _MAX_TARGETS = 16  # ranks looked at together, the fastest first
 _MAX_PRICED = 48  # candidates of these that are priced
 _MAX_GUESS = 1.02  # of the slowest rank: guesses beyond are not priced
-_GUESSES_A_PRICING = 500  # which take about as long
-_MAX_WIDTH, _MAX_WIDTH_WIDE = 3, 16  # neighbouring branches that move together
-_LEAST_GAIN = 1e-4  # of the slowest rank, for a step to be worth it
 
 _Run = tuple[int, int]
 """Positions [start, end)."""
@@ -49,13 +50,13 @@ _Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What can be moved out of a rank; ``run`` is None for nothing."""
+    """Run that can be moved out of a rank; None for no move back in a swap."""
 
     run: _Run | None
     removed_seconds: float
-    """By so much the rank gets faster."""
+    """Seconds saved on the rank when this part leaves it."""
     added_seconds: float
-    """A guess of how much another one gets slower."""
+    """Guess of the seconds added to the rank that receives it."""
 
 
 _NOTHING = _Part(None, 0.0, 0.0)
@@ -68,18 +69,20 @@ def local_search(
     rank_N: IntArray,
     num_ranks: int,
     weights: Sequence[float] = WEIGHTS,
-    max_pricings: int | None = None,
 ) -> tuple[IntArray, int, int]:
-    """A rank for each sequence [N] with a smaller makespan; how many moves that took;
-    and how many pricings, each some microseconds."""
+    """Improve an assignment.
+
+    Returns:
+        A rank per sequence [N] with a smaller makespan, the number of moves, and the
+        number of pricings (some microseconds each).
+    """
     n = len(order)
     if num_ranks < 2 or n < 2 or n > _MAX_SEQUENCES:
         return rank_N, 0, 0
     if 1 + np.count_nonzero(np.diff(rank_N)) > _MAX_RUNS * num_ranks:
         return rank_N, 0, 0
     ranks = _Ranks(pricing, order, prices, rank_N, num_ranks)
-    if max_pricings is None:
-        max_pricings = MAX_PRICINGS + PRICINGS_A_RANK * num_ranks
+    max_pricings = _MAX_PRICINGS + _PRICINGS_PER_RANK * num_ranks
     num_moves = 0
     for weight in weights:
         while ranks.num_pricings < max_pricings and ranks.improve(weight):
@@ -88,7 +91,7 @@ def local_search(
 
 
 class _Ranks:
-    """Runs of each rank, in order, and their seconds."""
+    """Current assignment: the runs of each rank, in order, and their seconds."""
 
     def __init__(
         self,
@@ -101,10 +104,9 @@ class _Ranks:
         self._pricing = pricing
         self._before: list[float] = prices.before.tolist()
         self._length_N, self._lcp_N = order.length_N, order.lcp_N
-        self._alone = prices.at_cut
+        self._at_cut_N = prices.at_cut
         self._is_wide = len(order) <= _MAX_WIDE
-        shared = order.lcp_N[1:].min(initial=order.length_N.min(), keepdims=True)
-        self._common = float(pricing.branches(shared, np.zeros_like(shared))[0])
+        self._common = float(pricing.path(order.num_common_tokens))
         self._cuts: dict[_Run, float] = {}
         self.num_pricings = 0
         bounds = np.flatnonzero(np.diff(rank_N)) + 1
@@ -123,13 +125,13 @@ class _Ranks:
         return rank_N
 
     def improve(self, weight: float) -> bool:
-        """Take the best move or swap that makes the slowest rank faster, if any."""
+        """Take the best move or swap that speeds up the slowest rank; False if none."""
         seconds = np.array(self.seconds)
         slowest = int(seconds.argmax())
-        most = self.seconds[slowest]
-        if most <= _GOOD_ENOUGH * float(seconds.mean()):
+        makespan = self.seconds[slowest]
+        if makespan <= _GOOD_ENOUGH * float(seconds.mean()):
             return False
-        limit = most * (1 - _LEAST_GAIN)
+        limit = makespan * (1 - _MIN_GAIN)
         fastest = np.argsort(seconds, kind="stable")
         fastest = fastest[seconds[fastest] < limit]
         for i in range(0, len(fastest), _MAX_TARGETS):
@@ -141,7 +143,7 @@ class _Ranks:
                 if taken is not None:
                     ours, theirs = _with(ours, taken), _without(theirs, taken)
                 a, b = self._price(ours), self._price(theirs)
-                repeated = a + b - most - self.seconds[target]
+                repeated = a + b - makespan - self.seconds[target]
                 score = max(a, b) + weight * repeated
                 if max(a, b, score) < limit and (best is None or score < best[0]):
                     best = score, target, ours, theirs
@@ -156,25 +158,27 @@ class _Ranks:
     def _candidates(
         self, slowest: int, targets: IntArray, weight: float
     ) -> Iterator[tuple[int, _Run, _Run | None]]:
-        """(other rank, part given to it, part taken for it or None), the most
-        promising ones as far as the parts' own seconds tell."""
+        """Yield (other rank, part given to it, part taken in return or None), the most
+        promising by guess first."""
         given = self._parts_of(slowest)
         taken: list[tuple[int, _Part]] = []
         for target in targets.tolist():
             taken.append((target, _NOTHING))
             taken += [(target, part) for part in self._parts_of(target)]
-        most = self.seconds[slowest]
+        makespan = self.seconds[slowest]
+        # Guess every pair of a part given [G, 1] and a part taken [T].
         removed = np.array([p.removed_seconds for p in given])[:, None]
         added = np.array([p.added_seconds for p in given])[:, None]
         their_removed = np.array([p.removed_seconds for _, p in taken])
         their_added = np.array([p.added_seconds for _, p in taken])
         of_target = np.array([self.seconds[target] for target, _ in taken])
-        ours = most - removed + their_added
+        ours = makespan - removed + their_added
         theirs = of_target + added - their_removed
         slower = np.maximum(ours, theirs)
-        score = slower + weight * (ours + theirs - most - of_target)
-        score = np.where(slower < most * _MAX_GUESS, score, np.inf).ravel()
-        self.num_pricings += len(score) // _GUESSES_A_PRICING
+        score = slower + weight * (ours + theirs - makespan - of_target)
+        score = np.where(slower < makespan * _MAX_GUESS, score, np.inf).ravel()
+        self.num_pricings += len(score) // _GUESSES_PER_PRICING
+        # Keep the best few, in order of their guess.
         promising = np.arange(len(score))
         if len(score) > _MAX_PRICED:
             promising = np.argpartition(score, _MAX_PRICED)[:_MAX_PRICED]
@@ -187,12 +191,12 @@ class _Ranks:
             yield target, run, part.run
 
     def _parts_of(self, rank: int) -> list[_Part]:
-        """Up to three neighbouring branches of a rank between its shallow forks."""
+        """Return neighbouring branches of a rank between its shallowest forks."""
         if rank not in self._parts:
             runs = self.runs[rank]
             parts: list[_Run] = []
-            least = _LEAST_FORKS if self._is_wide else 1
-            num_forks = max(least, _MAX_FORKS // max(1, len(runs)))
+            min_forks = _MIN_FORKS if self._is_wide else 1
+            num_forks = max(min_forks, _MAX_FORKS // max(1, len(runs)))
             max_width = _MAX_WIDTH_WIDE if self._is_wide else _MAX_WIDTH
             for start, end in runs:
                 inner = self._lcp_N[start + 1 : end]
@@ -211,11 +215,11 @@ class _Ranks:
         return self._parts[rank]
 
     def _path(self, start: int) -> float:
-        """Seconds of the path above a run in a rank that holds other trees."""
-        return max(0.0, float(self._alone[start]) - self._common)
+        """Return the seconds of the path above a run, for a rank of other branches."""
+        return max(0.0, float(self._at_cut_N[start]) - self._common)
 
     def _price(self, runs: list[_Run]) -> float:
-        """Exact seconds of a rank, as ``price_subsets`` has them."""
+        """Return the exact seconds of a rank, as ``price_subsets`` does."""
         self.num_pricings += 1 + len(runs) // 4  # long ones take longer
         total, previous = 0.0, 0
         for start, end in runs:
@@ -225,10 +229,10 @@ class _Ranks:
         return total
 
     def _at_cut(self, previous: int, start: int) -> float:
-        """Seconds of the path that a run at ``start`` shares with its neighbour in
-        the order, but not with the run before, which ends at ``previous``."""
+        """Return the seconds of the path that a run at ``start`` has to repeat, because
+        the run before it in its rank ends at ``previous`` already."""
         if not previous:
-            return float(self._alone[start])
+            return float(self._at_cut_N[start])
         key = previous, start
         if key not in self._cuts:
             own = self._lcp_N[start : start + 1]

@@ -1,8 +1,8 @@
-"""Minibatches of whole prompts, and micro-batches within a rank.
+"""Split a batch into minibatches of whole prompts.
 
 AReaL splits each rank's rows by token count into ``ppo_n_minibatches``; a prompt may
-then be trained in several optimizer steps. Here the batch is split before it is handed
-to ranks, by prompts, so every rank takes the same number of optimizer steps.
+then be trained in several optimizer steps. Here the batch is split by prompts before it
+is given to ranks, so that every rank takes the same number of optimizer steps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def minibatches(
     num_minibatches: int,
     seed: int,
 ) -> tuple[tuple[int, ...], ...]:
-    """Sequences of each minibatch, depth first: whole prompts in a seeded shuffle.
+    """Return the sequences of each minibatch, depth first: prompts in seeded shuffle.
 
-    Numbers of prompts differ by one at most. Fewer prompts than minibatches give as
-    many minibatches as there are prompts: none is empty (but for an empty batch).
+    Minibatches differ by at most one prompt. There are no more minibatches than
+    prompts, so that none is empty (except that of an empty batch).
 
     Raises:
         ValueError: ``num_minibatches`` is below 1, or ``groups`` does not fit.
@@ -43,24 +43,3 @@ def minibatches(
     return tuple(
         tuple(order.sequence_N[part_N == part].tolist()) for part in range(num_parts)
     )
-
-
-def micro_batches(
-    order: LeafOrder, max_tree_tokens: int
-) -> tuple[tuple[int, ...], ...]:
-    """A rank's sequences in runs of at most ``max_tree_tokens`` tree tokens, as few as
-    contiguous runs can be. A sequence beyond the budget gets a run of its own.
-
-    Raises:
-        ValueError: the budget is below 1.
-    """
-    if max_tree_tokens < 1:
-        raise ValueError(f"max_tree_tokens={max_tree_tokens}; expected at least 1")
-    before = np.concatenate([[0], np.cumsum(order.length_N - order.lcp_N)])
-    runs, at = [], 0
-    while at < len(order):
-        reach = before[at] - order.lcp_N[at] + max_tree_tokens
-        end = max(at + 1, int(before.searchsorted(reach, side="right")) - 1)
-        runs.append(tuple(order.sequence_N[at:end].tolist()))
-        at = end
-    return tuple(runs)

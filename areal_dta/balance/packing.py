@@ -1,14 +1,15 @@
 """Pack whole branches into ranks: best-fit decreasing, by exact seconds.
 
 Where ranks hold a few conversations each, contiguous cuts go through most of them, and
-every cut repeats a path. Packing leaves branches whole: only what is more than a rank
-may take is split, at its shallowest fork, where the path to repeat is the shortest.
+every cut repeats a path. Packing leaves branches whole. Only what exceeds a rank's
+limit is split, at its shallowest fork, where the repeated path is the shortest. A
+branch adds to a rank
 
-What a branch adds to a rank is what it costs alone less the path that it shares with
-the rank, the longest that it has in common with a branch there.
+    seconds alone - seconds of the longest path that it shares with a branch there
+
+Limits are multiples of ``min_makespan``, which no partition can beat
+(tests/balance/test_packing.py compares it with all partitions of small batches).
 """
-
-# N = sequences, in depth-first order; U = units, which stay together; K = ranks
 
 from __future__ import annotations
 
@@ -16,70 +17,68 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from areal_dta.balance.bounds import common_tokens, min_makespan
-from areal_dta.balance.pricing import FloatArray, Pricing, RangePrices
-from areal_dta.tree.leaf_order import IntArray, LeafOrder
+from areal_dta.balance.pricing import Pricing, RangePrices
+from areal_dta.tree.leaf_order import IntArray, LeafOrder, RangeMin
 
-# Of a rank, over the least that the slowest can need: tight limits leave misfits,
-# loose ones leave ranks empty. Which is best differs.
+# Limits of a rank over ``min_makespan``, most useful first: tight ones leave misfits,
+# loose ones leave ranks empty, and which is best differs.
 _ROOM = (
     *(1.02, 1.03, 1.04, 1.01, 1.0, 1.05, 1.06, 1.07, 1.08, 1.1, 1.12, 1.15),
     *(1.005, 1.015, 1.025, 1.035),
 )
 _MAX_UNITS = 20_000
-_MAX_PLACED = 8_000  # units over all trials, the first one aside: about half a second
-_MAX_COMPARED = 2_000_000  # pairs of units of a trial
-_ALIKE = 0.9  # of the longest shared path: as good, so what fits best counts
+_MAX_PLACED = 8_000  # units over all limits but the first: about half a second
+_MAX_COMPARED = 2_000_000  # pairs of units per limit
+_ALIKE = 0.9  # of the longest shared path: as good, so the best fit decides
+
+
+def min_makespan(
+    pricing: Pricing, order: LeafOrder, prices: RangePrices, num_ranks: int
+) -> float:
+    """Return a lower bound on the slowest rank's seconds in any partition.
+
+    That is the larger of the most expensive sequence by itself, and a rank's share of
+
+        seconds of one tree + (ranks in use - 1) * seconds of the prefix common to all
+    """
+    if not len(order):
+        return 0.0
+    repeated = float(pricing.path(order.num_common_tokens))
+    total = prices.price(0, len(order))
+    total += (min(num_ranks, len(order)) - 1) * repeated
+    return max(float(prices.alone.max()), total / num_ranks)
 
 
 def packings(
     pricing: Pricing, order: LeafOrder, prices: RangePrices, num_ranks: int
 ) -> Iterator[IntArray]:
-    """Ranks of the sequences, [N] each, for several limits; none where units are too
-    many, since cuts are balanced there."""
+    """Yield ranks of the sequences [N], one assignment per limit.
+
+    Yields none where units are too many: contiguous cuts are balanced there.
+    """
     if not len(order):
         return
-    least = min_makespan(pricing, order, prices, num_ranks)
-    lcps = SparseTable(order.lcp_N)
-    # only branches below the same fork share more than all do
-    kind_N = np.cumsum(order.lcp_N <= common_tokens(order)).astype(np.int64)
+    bound = min_makespan(pricing, order, prices, num_ranks)
+    lcps = RangeMin(order.lcp_N, len(order))
+    # Only branches below the same fork share more than all do.
+    kind_N = np.cumsum(order.lcp_N <= order.num_common_tokens).astype(np.int64)
     num_placed = 0
     for room in _ROOM:
-        units = _units(order, prices, least * room)
+        units = _units(order, prices, bound * room)
         if not units or num_placed + len(units) > max(_MAX_PLACED, len(units)):
             return
         kind_U = kind_N[[start for start, _, _ in units]]
         if int((np.bincount(kind_U) ** 2).sum()) > _MAX_COMPARED:
             return
         num_placed += len(units)
-        yield _pack(pricing, order, lcps, units, kind_U, num_ranks, least * room)
-
-
-class SparseTable:
-    """Smallest common prefix over ranges of positions: common prefix of two ends."""
-
-    def __init__(self, lcp_N: IntArray) -> None:
-        levels = [lcp_N]
-        width = 1
-        while 2 * width <= len(lcp_N):
-            above = levels[-1].copy()
-            above[:-width] = np.minimum(above[:-width], above[width:])
-            levels.append(above)
-            width *= 2
-        self._levels = np.stack(levels)
-
-    def __call__(self, start: IntArray, end: IntArray) -> IntArray:
-        level = np.frexp((end - start).astype(np.float64))[1] - 1  # floor of log2
-        left, right = self._levels[level, start], self._levels[level, end - 2**level]
-        least: IntArray = np.minimum(left, right)
-        return least
+        yield _pack(pricing, order, lcps, units, kind_U, num_ranks, bound * room)
 
 
 def _units(
     order: LeafOrder, prices: RangePrices, limit: float
 ) -> list[tuple[int, int, float]]:
-    """(start, end, seconds alone) of branches within ``limit``, dearest first; none
-    if there are too many."""
+    """Return (start, end, seconds alone) of branches within ``limit``, most expensive
+    first; none if there are too many."""
     units: list[tuple[int, int, float]] = []
     left = [(0, len(order))]
     while left:
@@ -100,13 +99,14 @@ def _units(
 def _pack(
     pricing: Pricing,
     order: LeafOrder,
-    lcps: SparseTable,
+    lcps: RangeMin,
     units: list[tuple[int, int, float]],
     kind_U: IntArray,
     num_ranks: int,
     limit: float,
 ) -> IntArray:
-    common = common_tokens(order)
+    """Place the units in turn, each where it fits and shares the most."""
+    common = order.num_common_tokens
     start_U = np.array([start for start, _, _ in units], np.int64)
     end_U = np.array([end for _, end, _ in units], np.int64)
     rank_U = np.zeros(len(units), np.int64)
@@ -114,6 +114,7 @@ def _pack(
     rank_N = np.empty(len(order), np.int64)
     load_K = np.zeros(num_ranks)
     for unit, (start, end, seconds) in enumerate(units):
+        # What the unit shares with each rank.
         kin = placed.setdefault(int(kind_U[unit]), [])
         shared_K = np.where(load_K > 0, common, 0)
         if kin:
@@ -122,7 +123,8 @@ def _pack(
             low = np.where(is_left, end_U[others], end)
             high = np.where(is_left, start, start_U[others]) + 1
             np.maximum.at(shared_K, rank_U[others], lcps(low, high))
-        after_K = load_K + seconds - _paths(pricing, shared_K)
+        # Best fit among the ranks that share nearly the most; else the least loaded.
+        after_K = load_K + seconds - pricing.path(shared_K)
         fits_K = after_K <= limit
         if fits_K.any():
             longest = int(shared_K[fits_K].max())
@@ -134,8 +136,3 @@ def _pack(
         rank_N[start:end] = rank
         kin.append(unit)
     return rank_N
-
-
-def _paths(pricing: Pricing, length: IntArray) -> FloatArray:
-    """Seconds of paths from the root."""
-    return pricing.branches(length, np.zeros_like(length))

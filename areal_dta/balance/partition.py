@@ -1,31 +1,32 @@
-"""Who trains what: sequences to data-parallel ranks, all equally busy.
+"""Plan which rank trains which sequences, so that all ranks are equally busy.
 
 Three candidates are made: contiguous cuts of the depth-first order, first-fit by tree
-tokens, and balancing by sequence tokens. They are priced as a whole (see ``pricing``
-for what is exact). These, looser cuts, and whole branches packed by seconds (see
-``packing``) are improved by moving branches between ranks (``local_search``). The plan
-with the minimum makespan is used; among those within 0.5 % of it, one that keeps both
+tokens, and balance by sequence tokens. They, looser cuts, and packings of whole
+branches are improved by moving branches between ranks (``local_search``). Used is the
+plan with the minimum makespan; among those within 0.5 % of it, one that keeps both
 limits if there is one, and among these the one with the smallest total.
 
-The limits: the slowest rank takes no more than 1.05 times the mean, and all together no
-more than 1.02 times t, the total of the cheapest of the three. Both are kept on
-tau2-shaped batches with 30 sequences a rank, unless episodes are too large for it: no
-rank may then take more than 1.05 * 1.02 * t / num_ranks, and ``bounds.min_total``
-tells what any such partition costs. For 512 sequences of recorded airline episodes
-(tests/plan/test_balance.py) both are kept on 10 ranks; on 12, two episodes have to be
-split, which alone makes 1.047 t (1.052 t is reached, at 1.006 times the mean); on 16,
-one sequence by itself takes 1.25 t / 16. The slowest rank comes first there. It also
-does where a rank's share is about one episode: of generated shapes with 4 to 20 calls
-an episode all are balanced, but some of those with 20 cost up to 1.07 t, and the bound
-does not tell whether they have to.
+The limits, with t the total of the cheapest of the three candidates:
 
-Invariants (tests/plan/test_partition.py):
+    slowest rank <= MAX_IMBALANCE * mean        total <= MAX_TOTAL * t
+
+Both are kept on tau2-shaped batches with 30 sequences per rank, unless the episodes are
+too large: no rank may then exceed MAX_IMBALANCE * MAX_TOTAL * t / num_ranks, and
+tests/balance/bounds.py tells what any such partition costs. For 512 sequences of
+recorded airline episodes both are kept on 10 ranks. On 12, two episodes have to be
+split, which alone makes 1.047 t (1.052 t is reached, at 1.006 times the mean). On 16,
+one sequence by itself takes 1.25 t / 16: the makespan comes first there. It also does
+where a rank's share is about one episode: generated batches of 20 calls per episode are
+all balanced, but some cost up to 1.07 t, and the bound does not tell whether they have
+to.
+
+Invariants (tests/balance/test_partition.py; the limits: tests/balance/test_balance.py):
   * every sequence is given to exactly one rank; any number of either, also none;
   * the plan depends on the sequences, not on the order in which they arrived;
   * a rank's sequences are in depth-first order.
 """
 
-# N = sequences, in depth-first order
+# N = sequences, in depth-first order; K = ranks
 
 from __future__ import annotations
 
@@ -49,21 +50,22 @@ from areal_dta.balance.pricing import (
 from areal_dta.tree.leaf_order import IntArray, LeafOrder
 
 CONTIGUOUS, TREE_TOKENS, TOKENS = "contiguous", "tree_tokens", "tokens"
+MAX_IMBALANCE, MAX_TOTAL = 1.05, 1.02  # the limits
 _TIE = 5e-3  # relative, of the makespan: predictions are no better
+_EVEN = 1.02  # slowest over mean: no need to pack many sequences
+_GOOD = 1.006, 1.005  # slowest over mean, total over t: the search ends
+_HOPELESS = 1.5  # times the best makespan: no moves will make up for that
 # Cuts that repeat less and are balanced by moves afterwards are often the better start.
 _SLACKS = (2e-2, 5e-2)
-MAX_IMBALANCE, MAX_TOTAL = 1.05, 1.02  # the limits
 _MAX_PRICINGS = 50_000  # in all, of a small batch: about half a second
-_MAX_PACKED = 12  # of the packings, those that are improved
-_FEW_SEQUENCES = 5_000  # beyond, the first start is balanced as it is
-_WEIGHTS_OF_MANY = (0.4,)  # see local_search
-_EVEN = 1.02  # slowest over mean: no need to pack many
-_HOPELESS = 1.5  # times the best makespan: no moves will make up for that
+_MAX_PACKED = 12  # packings that are improved, the fastest first
+_FEW_SEQUENCES = 5_000  # beyond, only the fastest start is improved
+_WEIGHTS_OF_MANY = (0.4,)  # of ``local_search``, beyond
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A partition that was considered, as its method makes it."""
+    """Partition as one method makes it, before moves."""
 
     method: str
     makespan_seconds: float
@@ -74,21 +76,21 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Sequences of each rank, and what they are predicted to cost."""
+    """Sequences of each rank, and their predicted seconds."""
 
     assignments: tuple[tuple[int, ...], ...]
-    """Per rank the numbers of its sequences, in depth-first order; may be empty."""
+    """Per rank, the indices of its sequences in depth-first order; may be empty."""
     predicted_seconds: tuple[float, ...]
     """Per rank."""
     method: str
-    """The one of METHODS that the plan started from (a packing: tree tokens)."""
+    """One of METHODS, which the plan started from (tree tokens, if from a packing)."""
     num_moves: int
-    """Branches then moved or swapped between ranks."""
+    """Moves and swaps of branches between ranks since then."""
     num_sequence_tokens: int
     num_tree_tokens: int
-    """Of all ranks' trees together."""
+    """Over the trees of all ranks."""
     num_repeated_tokens: int
-    """Of these, those that a single tree would not hold."""
+    """Tree tokens beyond those of a single tree."""
     candidates: tuple[Candidate, ...]
     planning_seconds: float = field(compare=False)
 
@@ -102,13 +104,9 @@ class Plan:
 
     @property
     def imbalance(self) -> float:
-        """Slowest rank over the mean, >= 1; 1.0 where there is nothing to do."""
+        """Slowest rank over the mean, >= 1; 1.0 for an empty batch."""
         total = sum(self.predicted_seconds)
         return self.makespan_seconds * self.num_ranks / total if total else 1.0
-
-    def rank_of(self) -> dict[int, int]:
-        """Sequence -> rank."""
-        return {s: r for r, ss in enumerate(self.assignments) for s in ss}
 
 
 def partition(
@@ -124,17 +122,17 @@ def partition(
 
     Args:
         order: ``LeafOrder.from_tree(tree)``, or made without a tree.
-        num_outputs: by sequence number, needed outputs of it; by
-            default as many as it has tokens.
-        groups: by sequence number, its prompt, as any integers; what the two methods
-            of the field keep together. By default the trees below what all share.
+        num_outputs: needed outputs per sequence; by default its tokens.
+        groups: prompt of each sequence, as any integer. ``first_fit`` keeps prompts
+            together. By default, sequences that share more than all do.
         methods: candidates to consider, by default all of METHODS.
         moves: whether they are improved by ``local_search``.
 
     Raises:
-        ValueError: no rank, an unknown method, or arguments that do not fit.
+        ValueError: ``num_ranks`` is below 1, a method is unknown, or an argument does
+            not have one entry per sequence.
     """
-    start = time.perf_counter()
+    start_time = time.perf_counter()
     if num_ranks < 1:
         raise ValueError(f"num_ranks={num_ranks}; expected at least 1")
     methods = METHODS if methods is None else methods
@@ -143,71 +141,75 @@ def partition(
     num_outputs_N = outputs_in_order(order, num_outputs)
     group_N = groups_in_order(order, groups)
     prices = RangePrices(pricing, order, num_outputs_N)
-    starts = [
-        (method, _MAKE[method](order, group_N, prices, num_ranks))
+
+    def priced(method: str, rank_N: IntArray, num_moves: int = 0) -> _Priced:
+        args = pricing, order, num_outputs_N, rank_N, num_ranks
+        seconds_K, tokens_K = price_subsets(*args)
+        return _Priced(method, rank_N, num_moves, seconds_K, int(tokens_K.sum()))
+
+    # The candidates as they are.
+    plain = [
+        priced(method, _MAKE[method](order, group_N, prices, num_ranks))
         for method in METHODS
         if method in methods
     ]
-
-    def priced(method: str, rank_N: IntArray, num_moves: int) -> _Priced:
-        seconds, tokens = price_subsets(
-            pricing, order, num_outputs_N, rank_N, num_ranks
-        )
-        return _Priced(method, rank_N, num_moves, seconds, int(tokens.sum()))
-
-    plain = [priced(method, rank_N, 0) for method, rank_N in starts]
     considered = list(plain)
-    least = min(p.makespan for p in plain)
-    min_total = min(p.total for p in plain)
+    fastest = min(p.makespan for p in plain)
+    cheapest = min(p.total for p in plain)
     is_small = len(order) <= _FEW_SEQUENCES
     weights = WEIGHTS if is_small else _WEIGHTS_OF_MANY
-    left = _MAX_PRICINGS
+    pricings_left = _MAX_PRICINGS
 
-    def packed() -> list[_Priced]:
-        """The fastest first."""
+    def pack() -> list[_Priced]:
+        """Consider packings; return them, the fastest first."""
         made: list[_Priced] = []
         for rank_N in packings(pricing, order, prices, num_ranks):
-            made.append(priced(TREE_TOKENS, rank_N, 0))
-            if made[-1].is_good(min_total):
+            made.append(priced(TREE_TOKENS, rank_N))
+            if made[-1].is_good(cheapest):
                 break
         considered.extend(made)
         return sorted(made, key=lambda p: p.makespan)
 
     def improve(starts: Iterable[tuple[str, IntArray]]) -> None:
-        nonlocal left
+        """Consider what moves make of each start, until one is good."""
+        nonlocal pricings_left
         for method, rank_N in starts:
-            if left <= 0 or considered[-1].is_good(min_total):
+            if pricings_left <= 0 or considered[-1].is_good(cheapest):
                 return
             moved_N, num_moves, num_pricings = local_search(
                 pricing, order, prices, rank_N, num_ranks, weights
             )
             considered.append(priced(method, moved_N, num_moves))
-            left -= num_pricings
+            pricings_left -= num_pricings
 
+    # Improve packings first, then the candidates and looser cuts. Of a large batch only
+    # the fastest candidate, and one packing where that is not enough.
+    starts = [(p.method, p.rank_N) for p in plain]
     if moves and is_small:
         for slack in _SLACKS if CONTIGUOUS in methods else ():
             bounds = contiguous_cuts(prices, num_ranks, slack)
             starts.append((CONTIGUOUS, _ranks_of(bounds)))
-        hopeless = {p.method for p in plain if p.makespan > _HOPELESS * least}
-        starts = [(method, r) for method, r in starts if method not in hopeless]
+        hopeless = {p.method for p in plain if p.makespan > _HOPELESS * fastest}
         if TREE_TOKENS in methods:
-            improve((p.method, p.rank_N) for p in packed()[:_MAX_PACKED])
-        improve(starts)
+            improve((p.method, p.rank_N) for p in pack()[:_MAX_PACKED])
+        improve((method, r) for method, r in starts if method not in hopeless)
     elif moves:
-        improve([(p.method, p.rank_N) for p in plain if p.makespan == least][:1])
+        improve([(p.method, p.rank_N) for p in plain if p.makespan == fastest][:1])
         if TREE_TOKENS in methods and not considered[-1].is_even():
-            improve((p.method, p.rank_N) for p in packed()[:1])
-    least = min(p.makespan for p in considered)
+            improve((p.method, p.rank_N) for p in pack()[:1])
+
+    # Choose, and list each rank's sequences in depth-first order.
+    fastest = min(p.makespan for p in considered)
     best = min(
-        (p for p in considered if p.makespan <= least * (1 + _TIE)),
-        key=lambda p: (not p.keeps_limits(min_total), p.total),
+        (p for p in considered if p.makespan <= fastest * (1 + _TIE)),
+        key=lambda p: (not p.keeps_limits(cheapest), p.total),
     )
     positions = np.argsort(best.rank_N, kind="stable")
     ends = np.cumsum(np.bincount(best.rank_N, minlength=num_ranks))[:-1]
     parts = np.split(order.sequence_N[positions], ends)
     return Plan(
         assignments=tuple(tuple(part.tolist()) for part in parts),
-        predicted_seconds=tuple(best.seconds.tolist()),
+        predicted_seconds=tuple(best.seconds_K.tolist()),
         method=best.method,
         num_moves=best.num_moves,
         num_sequence_tokens=order.num_sequence_tokens,
@@ -216,7 +218,7 @@ def partition(
         candidates=tuple(
             Candidate(p.method, p.makespan, p.total, p.num_tree_tokens) for p in plain
         ),
-        planning_seconds=time.perf_counter() - start,
+        planning_seconds=time.perf_counter() - start_time,
     )
 
 
@@ -225,31 +227,30 @@ class _Priced:
     method: str
     rank_N: IntArray
     num_moves: int
-    seconds: FloatArray
+    seconds_K: FloatArray
     num_tree_tokens: int
 
     @property
     def makespan(self) -> float:
-        return float(self.seconds.max())
+        return float(self.seconds_K.max())
 
     @property
     def total(self) -> float:
-        return float(self.seconds.sum())
+        return float(self.seconds_K.sum())
 
-    def keeps_limits(self, min_total: float) -> bool:
-        mean = self.total / len(self.seconds)
+    def keeps_limits(self, cheapest: float) -> bool:
+        mean = self.total / len(self.seconds_K)
         return (
-            self.makespan <= MAX_IMBALANCE * mean
-            and self.total <= MAX_TOTAL * min_total
+            self.makespan <= MAX_IMBALANCE * mean and self.total <= MAX_TOTAL * cheapest
         )
 
     def is_even(self) -> bool:
-        return self.makespan * len(self.seconds) <= _EVEN * self.total
+        return self.makespan * len(self.seconds_K) <= _EVEN * self.total
 
-    def is_good(self, min_total: float) -> bool:
+    def is_good(self, cheapest: float) -> bool:
         """Whether no other partition can be noticeably better."""
-        mean = self.total / len(self.seconds)
-        return self.makespan <= 1.006 * mean and self.total <= 1.005 * min_total
+        mean = self.total / len(self.seconds_K)
+        return self.makespan <= _GOOD[0] * mean and self.total <= _GOOD[1] * cheapest
 
 
 def _ranks_of(bounds: IntArray) -> IntArray:
@@ -273,15 +274,14 @@ METHODS = tuple(_MAKE)
 def groups_in_order(
     order: LeafOrder, groups: Sequence[int] | IntArray | None
 ) -> IntArray:
-    """Groups [N] numbered 0, 1, ... by first appearance in depth-first order.
+    """Number the groups [N] 0, 1, ... by first appearance in depth-first order.
 
     Raises:
-        ValueError: not one entry a sequence.
+        ValueError: there is not one integer per sequence.
     """
     n = len(order)
     if groups is None:
-        common = order.lcp_N[1:].min(initial=np.iinfo(np.int64).max)
-        starts = order.lcp_N <= common
+        starts = order.lcp_N <= order.num_common_tokens
         starts[:1] = False
         return np.cumsum(starts).astype(np.int64)
     column = np.asarray(groups)

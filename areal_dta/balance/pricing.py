@@ -1,12 +1,15 @@
-"""What a range or a subset of sequences will cost, without building its tree.
+"""Predicted seconds of a range or a subset of sequences, without building its tree.
 
-Tree tokens and attended pairs are exact. Approximated: blocks, as tokens over
-``block_tokens``; what is recomputed, as the tokens of a sequence that are its own and
-further than ``retain_tokens`` above its end; rows, as the sum over the sequences
-(equal sequences read the same rows).
+A sequence adds to a rank, given its left neighbour there,
+
+    per_token * new tokens + per_pair * new pairs
+    + per_output * its needed outputs + per_loss_token * its tokens
+    + the recomputation of new tokens further than retain_tokens above its end
+
+Tree tokens and attended pairs are exact (tests/balance/test_partition.py). Approximated
+are blocks, as tokens over ``block_tokens``; recomputation; and needed outputs, which
+are added up over the sequences (equal sequences need the same ones).
 """
-
-# N = sequences, in depth-first order
 
 from __future__ import annotations
 
@@ -20,20 +23,21 @@ from areal_dta.balance.cost_model import CostModel
 from areal_dta.schedule.block_features import FORWARD, TRAINING
 from areal_dta.schedule.schedule import DEFAULT_BLOCK_TOKENS
 from areal_dta.tree.leaf_order import IntArray, LeafOrder
+from areal_dta.tree.prefix_tree import attended_pairs
 
 FloatArray = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Pricing:
-    """Seconds as a sum over the sequences of a rank, given its left neighbour there."""
+    """Prices of counts, in seconds."""
 
     per_token: float
-    """Of the tree, its share of a block's overhead included."""
+    """Per tree token, with its share of a block's overhead."""
     per_pair: float
     per_output: float
     per_loss_token: float
-    """Tokens of the sequences, shared ones counted for each."""
+    """Per token of a sequence; shared ones count for each sequence."""
     per_recomputed_token: float
     per_recomputed_pair: float
     retain_tokens: int | None
@@ -46,7 +50,7 @@ class Pricing:
         retain_tokens: int | None = None,
         training: bool = True,
     ) -> Pricing:
-        """With the budgets that the executor will run with.
+        """Derive prices for the budgets that the executor will run with.
 
         Raises:
             ValueError: a budget is out of range.
@@ -69,24 +73,30 @@ class Pricing:
             per_recomputed_token=again.per_no_grad_token
             + again.per_block / block_tokens,
             per_recomputed_pair=again.per_pair,
-            # one block's graph is always kept, see schedule
+            # One block's graph is always kept, see ``schedule``.
             retain_tokens=None
             if retain_tokens is None or not training
             else max(retain_tokens, block_tokens),
         )
 
     def branches(self, length_N: IntArray, lcp_N: IntArray) -> FloatArray:
-        """Seconds of the tokens [lcp, length) of each sequence, rows left out."""
-        pairs = _triangle(length_N) - _triangle(lcp_N)
+        """Return the seconds of the tokens [lcp, length) of each sequence, without what
+        ``sequences`` counts."""
+        pairs = attended_pairs(lcp_N, length_N)
         seconds = self.per_token * (length_N - lcp_N) + self.per_pair * pairs
         if self.retain_tokens is not None:
             kept = np.maximum(lcp_N, length_N - self.retain_tokens)
             seconds += self.per_recomputed_token * (kept - lcp_N)
-            seconds += self.per_recomputed_pair * (_triangle(kept) - _triangle(lcp_N))
+            seconds += self.per_recomputed_pair * attended_pairs(lcp_N, kept)
         return np.asarray(seconds, np.float64)
 
+    def path(self, num_tokens: IntArray | int) -> FloatArray:
+        """Return the seconds of a path from the root, or of several at once."""
+        length = np.asarray(num_tokens, np.int64)
+        return self.branches(length, np.zeros_like(length))
+
     def sequences(self, order: LeafOrder, num_outputs_N: IntArray) -> FloatArray:
-        """What each sequence costs whatever its neighbours."""
+        """Return the seconds of each sequence that do not depend on its neighbours."""
         return self.per_output * num_outputs_N + self.per_loss_token * order.length_N
 
 
@@ -103,12 +113,14 @@ class RangePrices:
         """Seconds of the first i sequences, [N + 1]."""
         self.at_cut = np.concatenate([alone - after_left, [0.0]])
         """Seconds of the path that is repeated where a range starts, [N + 1]."""
+        self.alone = self.before[1:] - self.before[:-1] + self.at_cut[:-1]
+        """Seconds of each sequence by itself, [N]."""
 
     def __len__(self) -> int:
         return len(self.before) - 1
 
     def price(self, start: int, end: int) -> float:
-        """Of the sequences at [start, end)."""
+        """Return the seconds of the sequences at [start, end)."""
         if start >= end:
             return 0.0
         return float(self.before[end] - self.before[start] + self.at_cut[start])
@@ -121,7 +133,7 @@ def price_subsets(
     rank_N: IntArray,
     num_ranks: int,
 ) -> tuple[FloatArray, IntArray]:
-    """Seconds and tree tokens of each rank, for any assignment of ranks [N]."""
+    """Return seconds and tree tokens per rank, [K] each, for any assignment [N]."""
     positions, ranked = order.grouped(rank_N)
     seconds = pricing.branches(ranked.length_N, ranked.lcp_N)
     seconds += pricing.sequences(ranked, num_outputs_N[positions])
@@ -135,7 +147,7 @@ def price_subsets(
 def outputs_in_order(
     order: LeafOrder, num_outputs: Sequence[int] | IntArray | None
 ) -> IntArray:
-    """Rows of each sequence, from input order to depth first; by default its length.
+    """Reorder needed outputs from input to depth-first order; by default the lengths.
 
     Raises:
         ValueError: the number of entries differs, or one is negative.
@@ -146,10 +158,6 @@ def outputs_in_order(
     if column.shape != (len(order),) or (column < 0).any():
         raise ValueError(
             f"num_outputs has shape {column.shape}, smallest {column.min(initial=0)}; "
-            f"expected ({len(order)},) numbers >= 0: outputs read of each sequence"
+            f"expected ({len(order)},) counts >= 0: needed outputs of each sequence"
         )
     return column[order.sequence_N]
-
-
-def _triangle(n: IntArray) -> IntArray:
-    return n * (n + 1) // 2

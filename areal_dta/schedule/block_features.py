@@ -1,4 +1,4 @@
-"""What a block costs depends on: counts that are known before it runs."""
+"""Counts, known before a block runs, that its cost depends on."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from numpy.typing import NDArray
 
 from areal_dta.schedule.schedule import Schedule, Step
 from areal_dta.tree import PrefixTree
+from areal_dta.tree.prefix_tree import attended_pairs
 
 TRAINING, FORWARD = "training", "forward"
 KINDS = (TRAINING, FORWARD)
-"""Of blocks: with an autograd graph, forward and backward together; and without one,
-be it in a forward-only pass or before a recomputation."""
+"""Kinds of blocks. TRAINING: with an autograd graph, forward and backward together.
+FORWARD: without one, in a forward-only pass or before a recomputation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +25,10 @@ class BlockFeatures:
     num_blocks: float
     """1 for one block."""
     num_grad_tokens: float
-    """Tokens run with a graph, and backward."""
+    """Tokens run with a graph, forward and backward."""
     num_no_grad_tokens: float
     num_pairs: float
-    """(query, key) pairs attended to, keys on the path included."""
+    """(query, key) pairs, keys on the path included."""
     num_outputs: float
     """Positions projected onto the vocabulary."""
     num_loss_tokens: float
@@ -57,36 +58,38 @@ class BlockSample:
 
     features: BlockFeatures
     seconds: float
-    """Of a block with a graph its forward (at enter) and its backward (at exit)."""
+    """Of a TRAINING block, its forward (at enter) plus its backward (at exit)."""
     kind: str
     """TRAINING or FORWARD."""
 
     def to_floats(self) -> tuple[float, ...]:
-        """Features, seconds, index of the kind: plain numbers for the way between
-        processes. ``samples_from_array`` undoes it."""
+        """Return features, seconds and index of the kind, to send between processes.
+
+        ``samples_from_array`` undoes it.
+        """
         return *self.features.as_tuple(), self.seconds, float(KINDS.index(self.kind))
 
 
-def samples_from_array(rows_N8: NDArray[np.float64]) -> list[BlockSample]:
+def samples_from_array(samples_N8: NDArray[np.float64]) -> list[BlockSample]:
+    """Rebuild samples from stacked ``BlockSample.to_floats``."""
     return [
-        BlockSample(BlockFeatures(*row[:NUM_FEATURES]), row[-2], KINDS[int(row[-1])])
-        for row in np.asarray(rows_N8, np.float64).reshape(-1, 8).tolist()
+        BlockSample(BlockFeatures(*x[:NUM_FEATURES]), x[-2], KINDS[int(x[-1])])
+        for x in np.asarray(samples_N8, np.float64).reshape(-1, 8).tolist()
     ]
 
 
 def step_kind(step: Step) -> str:
-    """The kind of the block that a computing step runs."""
+    """Return the kind of the block that a computing step runs."""
     return TRAINING if step.with_grad else FORWARD
 
 
 def step_features(tree: PrefixTree, schedule: Schedule, step: Step) -> BlockFeatures:
-    """Counts of the block that ``step`` runs forward (``step.computes`` not empty)."""
+    """Count the block that ``step`` runs forward; ``step.computes`` is not empty."""
     segments = schedule.cut.segments
     fragment = schedule.cut.fragments[step.fragment]
     pairs = loss_tokens = 0
     for s in step.computes:
-        start, end = segments[s].start, segments[s].end
-        pairs += (end * (end + 1) - start * (start + 1)) // 2
+        pairs += attended_pairs(segments[s].start, segments[s].end)
     if step.with_grad:
         loss_tokens = sum(map(tree.sequence_length, fragment.sequences))
     return BlockFeatures(
@@ -102,7 +105,7 @@ def step_features(tree: PrefixTree, schedule: Schedule, step: Step) -> BlockFeat
 def schedule_features(
     tree: PrefixTree, schedule: Schedule
 ) -> Iterator[tuple[str, BlockFeatures]]:
-    """Kind and counts of each block of a schedule, in order."""
+    """Yield kind and counts of each block of a schedule, in order."""
     for step in schedule.steps:
         if step.computes:
             yield step_kind(step), step_features(tree, schedule, step)

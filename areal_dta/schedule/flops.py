@@ -14,6 +14,7 @@ from typing import Any
 from areal_dta.schedule.needed_outputs import NeededOutputs
 from areal_dta.schedule.schedule import Schedule
 from areal_dta.tree import PrefixTree
+from areal_dta.tree.prefix_tree import attended_pairs
 
 _BACKWARD = 2  # a backward's products per forward product
 
@@ -23,11 +24,11 @@ class FlopModel:
     """Forward FLOPs of a decoder, in three terms."""
 
     per_token: float
-    """Layers' matrix products, FLOPs a token."""
+    """Matrix products of the layers, FLOPs per token."""
     per_pair: float
-    """Attention, FLOPs a (query token, key token) pair, over all layers."""
+    """Attention over all layers, FLOPs per (query, key) pair."""
     per_output: float
-    """Vocabulary projection, FLOPs a position."""
+    """Vocabulary projection, FLOPs per position."""
 
     @classmethod
     def from_config(cls, config: Any, is_critic: bool = False) -> FlopModel:
@@ -42,42 +43,27 @@ class FlopModel:
             ValueError: the config lacks a size; the message names it.
         """
 
-        def size(name: str, default: int | None = None) -> int:
-            return config_size(config, name, default)
-
-        hidden, layers = size("hidden_size"), size("num_hidden_layers")
-        heads = size("num_attention_heads")
-        kv_heads = size("num_key_value_heads", heads)
-        head_dim = size("head_dim", hidden // heads)
-        attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        num_experts = getattr(config, "num_experts", None) or getattr(
-            config, "num_local_experts", None
-        )
-        if num_experts:
-            width = size("moe_intermediate_size", size("intermediate_size"))
-            active = size("num_experts_per_tok")
-            mlp = 3 * hidden * width * active + hidden * int(num_experts)
-        else:
-            mlp = 3 * hidden * size("intermediate_size")
+        d = DecoderSizes.from_config(config)
+        attention = d.hidden * d.head_dim * (2 * d.heads + 2 * d.kv_heads)
+        mlp = 3 * d.hidden * d.intermediate * d.active_experts + d.hidden * d.experts
+        vocab_size = 1 if is_critic else config_size(config, "vocab_size")
         return cls(
-            per_token=2.0 * layers * (attention + mlp),
-            per_pair=4.0 * layers * heads * head_dim,
-            per_output=2.0 * hidden * (1 if is_critic else size("vocab_size")),
+            per_token=2.0 * d.layers * (attention + mlp),
+            per_pair=4.0 * d.layers * d.heads * d.head_dim,
+            per_output=2.0 * d.hidden * vocab_size,
         )
 
-    def forward(self, tokens: float, pairs: float, logit_rows: float) -> float:
+    def forward(self, tokens: float, pairs: float, outputs: float) -> float:
         return (
-            self.per_token * tokens
-            + self.per_pair * pairs
-            + self.per_output * logit_rows
+            self.per_token * tokens + self.per_pair * pairs + self.per_output * outputs
         )
 
     def dense(self, lengths: Iterable[int], training: bool = True) -> float:
-        """FLOPs of computing each sequence on its own, logits at every position."""
+        """Return the FLOPs of each sequence alone, with logits at every position."""
         tokens = pairs = 0
         for n in lengths:
             tokens += n
-            pairs += n * (n + 1) // 2
+            pairs += attended_pairs(0, n)
         return self.forward(tokens, pairs, tokens) * (1 + _BACKWARD * training)
 
     def tree(
@@ -86,22 +72,23 @@ class FlopModel:
         training: bool = True,
         needed: NeededOutputs | None = None,
     ) -> float:
-        """FLOPs of computing what is read once: the least a tree method pays."""
+        """Return the FLOPs of computing each needed token once, the minimum."""
         needed = needed or NeededOutputs.all(tree)
         pairs = sum(
-            _pairs(node.start, node.start + num_tokens)
+            attended_pairs(node.start, node.start + num_tokens)
             for node, num_tokens in zip(tree.nodes, needed.computed, strict=True)
         )
         forward = self.forward(needed.num_computed_tokens, pairs, needed.num_outputs)
         return forward * (1 + _BACKWARD * training)
 
     def schedule(self, schedule: Schedule) -> float:
-        """FLOPs of a schedule, recomputation included."""
+        """Return the FLOPs of a schedule, recomputation included."""
         segments = schedule.cut.segments
         total = 0.0
         for step in schedule.steps:
             pairs = sum(
-                _pairs(segments[s].start, segments[s].end) for s in step.computes
+                attended_pairs(segments[s].start, segments[s].end)
+                for s in step.computes
             )
             forward = self.forward(step.num_tokens, pairs, step.num_outputs)
             total += forward * (1 + _BACKWARD * step.with_grad)
@@ -113,7 +100,7 @@ class FlopModel:
         training: bool = True,
         needed: NeededOutputs | None = None,
     ) -> float:
-        """Dense over tree FLOPs: no tree method can do with fewer.
+        """Return dense over minimum tree FLOPs: the limit of any speed-up.
 
         1.0 where nothing has to be computed.
         """
@@ -121,7 +108,7 @@ class FlopModel:
         return self._dense_of(tree, training) / least if least else 1.0
 
     def saving(self, tree: PrefixTree, schedule: Schedule) -> float:
-        """Dense over scheduled FLOPs: the predicted speed-up.
+        """Return dense over scheduled FLOPs: the predicted speed-up.
 
         1.0 where nothing has to be computed.
         """
@@ -133,8 +120,47 @@ class FlopModel:
         return self.dense(lengths, training)
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderSizes:
+    """Sizes of a Llama-like decoder that costs depend on."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    """Width of the MLP, or of one expert."""
+    experts: int
+    """0 without a mixture."""
+    active_experts: int
+    """Experts per token; 1 without a mixture."""
+
+    @classmethod
+    def from_config(cls, config: Any) -> DecoderSizes:
+        """Read a Hugging Face config. Raises as ``config_size``."""
+
+        def size(name: str, default: int | None = None) -> int:
+            return config_size(config, name, default)
+
+        hidden, heads = size("hidden_size"), size("num_attention_heads")
+        experts = getattr(config, "num_experts", None)
+        experts = int(experts or getattr(config, "num_local_experts", None) or 0)
+        width = size("intermediate_size")
+        return cls(
+            hidden=hidden,
+            layers=size("num_hidden_layers"),
+            heads=heads,
+            kv_heads=size("num_key_value_heads", heads),
+            head_dim=size("head_dim", hidden // heads),
+            intermediate=size("moe_intermediate_size", width) if experts else width,
+            experts=experts,
+            active_experts=size("num_experts_per_tok") if experts else 1,
+        )
+
+
 def config_size(config: Any, name: str, default: int | None = None) -> int:
-    """A size of a Hugging Face config.
+    """Return a size of a Hugging Face config.
 
     Raises:
         ValueError: neither the config nor ``default`` has it.
@@ -146,8 +172,3 @@ def config_size(config: Any, name: str, default: int | None = None) -> int:
             "predicted; expected the config of a decoder-only language model"
         )
     return int(value)
-
-
-def _pairs(start: int, end: int) -> int:
-    """Attended pairs of the tokens at depth [start, end): each sees its path."""
-    return (end * (end + 1) - start * (start + 1)) // 2

@@ -1,20 +1,20 @@
-"""Cut the computed part of a prefix tree into fragments of ``block_tokens`` at most.
+"""Cut the computed part of a prefix tree into fragments of at most ``block_tokens``.
 
-A fragment is what one call of the model computes: pieces of the tree that hang on
-one and the same token (or on nothing). Few and full fragments are fast: each call
-pays kernel launches and one pass over all parameter gradients.
+A fragment is what one call of the model computes: pieces of the tree that all continue
+the same token, or none. Few and full fragments are fast: each call pays kernel launches
+and one pass over all parameter gradients.
 
-Method: the bottom-up greedy for tree partition, at token granularity. A node keeps
-the open pieces of its children that fit, smallest first, and closes the rest, packed
-together by best-fit decreasing since they hang on the same token; a node longer than
-what is left is chopped from its lower end. Among a few choices of how many children
-to keep, the one with the fewest closed fragments, then the smallest open piece, wins.
-It is a heuristic because of the packing; tests/plan compares it with brute force.
+Method: bottom-up greedy tree partition at token granularity. A node keeps the smallest
+open pieces of its children that fit, and closes the rest, packed together by best-fit
+decreasing since they continue the same token. A node longer than the room left is
+chopped from its lower end. How many pieces to keep is chosen among a few numbers:
+fewest closed fragments first, then the smallest open piece. Packing makes this a
+heuristic; tests/schedule/test_fragments.py compares it with brute force.
 
-Invariants (``Fragmentation.check``):
+Invariants (``check_cut`` in tests/schedule/test_fragments.py):
   * every computed token lies in exactly one segment, every segment in one fragment;
   * no fragment holds more than ``block_tokens`` tokens;
-  * all pieces of a fragment that are not connected inside it hang on one segment end.
+  * pieces of a fragment whose parents lie outside continue the same segment end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Piece = tuple[int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of tokens of one node, at depth ``[start, end)`` of its paths."""
+    """Run of tokens of one node, at depth ``[start, end)`` of its paths."""
 
     index: int
     """Position in depth-first order over the whole tree."""
@@ -42,7 +42,7 @@ class Segment:
     first_token: int
     """Index of the first token among all tree tokens in depth-first order."""
     parent: int
-    """The segment right above, -1 at the top of the tree."""
+    """The segment right above; -1 at the top of the tree."""
     fragment: int
 
     @property
@@ -52,20 +52,20 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Segments that are computed together behind one path."""
+    """Segments that one model call computes, behind one path."""
 
     index: int
     """Position in the order of first entry."""
     segments: tuple[int, ...]
     """In depth-first order, so a parent precedes its children."""
     trunk: tuple[int, ...]
-    """Those of ``segments`` that have a child fragment at or below them."""
+    """Those of ``segments`` at or below which a child fragment attaches."""
     attach: int
-    """The segment on whose end the fragment hangs, -1 for none."""
+    """The segment whose last token the fragment continues; -1 for none."""
     parent: int
-    """The fragment of ``attach``, -1 for none."""
+    """The fragment of ``attach``; -1 for none."""
     children: tuple[int, ...]
-    """Child fragments, grouped by the segment that they hang on."""
+    """Child fragments, grouped by the segment that they continue."""
     sequences: tuple[int, ...]
     """Sequences whose last computed token lies in the fragment."""
     num_tokens: int
@@ -76,7 +76,7 @@ class Fragment:
 
 @dataclass(frozen=True, slots=True)
 class Fragmentation:
-    """A whole tree cut into fragments. ``fragments`` is in depth-first order."""
+    """A tree cut into fragments; ``fragments`` is in depth-first order."""
 
     block_tokens: int
     needed: NeededOutputs
@@ -86,54 +86,16 @@ class Fragmentation:
     """Sequences of which no token is computed."""
 
     def chain(self, segment: int, fragment: int) -> list[int]:
-        """Segments of ``fragment`` from its top down to ``segment``, included."""
+        """Return the segments of ``fragment`` from its top down to ``segment``."""
         chain = []
         while segment >= 0 and self.segments[segment].fragment == fragment:
             chain.append(segment)
             segment = self.segments[segment].parent
         return chain[::-1]
 
-    def check(self, tree: PrefixTree) -> None:
-        """Assert every invariant; O(nodes + fragments)."""
-        covered = sum(s.num_tokens for s in self.segments)
-        assert covered == self.needed.num_computed_tokens
-        assert [s.index for s in self.segments] == list(range(len(self.segments)))
-        next_token = 0
-        for s in self.segments:
-            assert s.num_tokens > 0 and s.first_token >= next_token
-            next_token = s.first_token + s.num_tokens
-            node = tree.nodes[s.node]
-            assert s.first_token - node.first_token == s.start - node.start
-            if s.parent >= 0:
-                above = self.segments[s.parent]
-                assert above.index < s.index and above.end == s.start
-                nodes = tree.nodes
-                assert above.node == s.node or above.node == nodes[s.node].parent
-            else:
-                assert s.start == 0
-        seen: list[int] = []
-        ending = list(self.unread_sequences)
-        for i, f in enumerate(self.fragments):
-            members = f.segments
-            assert f.index == i and list(members) == sorted(members)
-            assert f.num_tokens == sum(self.segments[m].num_tokens for m in members)
-            assert 0 < f.num_tokens <= self.block_tokens
-            assert f.parent < i
-            for m in members:
-                assert self.segments[m].fragment == i
-                parent = self.segments[m].parent
-                assert parent in members or parent == f.attach
-            if f.parent >= 0:
-                assert f.attach in self.fragments[f.parent].trunk
-                assert i in self.fragments[f.parent].children
-            seen += f.segments
-            ending += f.sequences
-        assert sorted(seen) == list(range(len(self.segments)))
-        assert sorted(ending) == list(range(tree.num_sequences))
-
 
 def cut_nodes(tree: PrefixTree, needed: NeededOutputs | None = None) -> Fragmentation:
-    """One fragment a node, whatever its length: plain node-by-node traversal."""
+    """Make every node a fragment, whatever its length: plain node-by-node traversal."""
     needed = needed or NeededOutputs.all(tree)
     pieces = [
         [(node.index, node.start, node.start + num_tokens)]
@@ -147,13 +109,13 @@ def cut_nodes(tree: PrefixTree, needed: NeededOutputs | None = None) -> Fragment
 def cut_tree(
     tree: PrefixTree, block_tokens: int, needed: NeededOutputs | None = None
 ) -> Fragmentation:
-    """Cut what ``needed`` says of ``tree`` into fragments.
+    """Cut the computed part of a tree into fragments.
 
     Args:
-        block_tokens: most tokens of a fragment.
-        needed: the outputs that are read, by default all.
+        block_tokens: maximum number of tokens per fragment.
+        needed: the outputs that the loss reads, by default all.
 
-    Cost: O(nodes x block_tokens) at worst, O(nodes log nodes) as a rule.
+    Cost: O(nodes log nodes) as a rule, O(nodes x block_tokens) at worst.
 
     Raises:
         ValueError: ``block_tokens`` is below 1.
@@ -168,13 +130,14 @@ def cut_tree(
 def _close_pieces(
     tree: PrefixTree, budget: int, computed: Sequence[int]
 ) -> list[list[_Piece]]:
-    """The pieces of each fragment, fragments in no particular order."""
+    """Return the pieces of each fragment, in no particular order."""
     closed: list[list[_Piece]] = []
     open_pieces: dict[int, tuple[int, list[_Piece]]] = {}
     for node in reversed(tree.nodes):  # children before parents
         num_tokens = computed[node.index]
         if not num_tokens:
             continue
+        # Keep some of the children's open pieces; the node joins them.
         below = [open_pieces.pop(c) for c in node.children if c in open_pieces]
         below.sort(key=lambda p: p[0])
         num_kept = _choose_kept([size for size, _ in below], num_tokens, budget)
@@ -182,7 +145,8 @@ def _close_pieces(
         piece = [p for _, pieces in below[:num_kept] for p in pieces]
         size = sum(n for n, _ in below[:num_kept])
         end = node.start + num_tokens
-        while end - node.start > budget - size:  # chop from the lower end
+        # Chop what does not fit from the lower end, where the kept pieces attach.
+        while end - node.start > budget - size:
             start = end - (budget - size)
             closed.append([(node.index, start, end), *piece])
             piece, size, end = [], 0, start
@@ -193,14 +157,15 @@ def _close_pieces(
 
 
 def _choose_kept(sizes: list[int], num_tokens: int, budget: int) -> int:
-    """How many of the children's open pieces (smallest first) a node keeps."""
+    """Return how many open pieces of its children (smallest first) a node keeps."""
+    # sums[k]: tokens of the first k; one token of the node has to fit beside them.
     sums = [0]
     for size in sizes:
-        # One token of the node itself has to fit in beside them.
         if sums[-1] + size > budget - 1:
             break
         sums.append(sums[-1] + size)
     num_fit = len(sums) - 1
+    # Compare none, all that fit, and as many as need no further block.
     num_blocks = [-(-(num_tokens + kept) // budget) for kept in sums]
     cheap = max(k for k in range(num_fit + 1) if num_blocks[k] == num_blocks[0])
     best: tuple[int, int, int] | None = None
@@ -214,7 +179,7 @@ def _choose_kept(sizes: list[int], num_tokens: int, budget: int) -> int:
 
 
 def _pack(pieces: list[tuple[int, list[_Piece]]], budget: int) -> list[list[_Piece]]:
-    """Best-fit decreasing: merge pieces into as few fragments as it can."""
+    """Merge pieces into few fragments, best-fit decreasing."""
     bins: list[list[_Piece]] = []
     room: list[tuple[int, int]] = []  # (free tokens, bin), sorted
     for size, members in sorted(pieces, key=lambda p: -p[0]):
@@ -237,6 +202,7 @@ def _assemble(
 ) -> Fragmentation:
     """Number segments and fragments depth first and link them."""
     nodes = tree.nodes
+    # Segments: the pieces in depth-first order, each below what ends where it starts.
     pieces = sorted((p, group) for group, ps in enumerate(closed) for p in ps)
     at_end = {(node, end): i for i, ((node, _, end), _) in enumerate(pieces)}
     parent_segment = []
@@ -244,6 +210,7 @@ def _assemble(
         above = node if start > nodes[node].start else nodes[node].parent
         parent_segment.append(-1 if above < 0 else at_end[above, start])
 
+    # Link the groups of pieces: a group continues the segment above its first one.
     attach = [-1] * len(closed)
     children: list[list[int]] = [[] for _ in closed]
     members: list[list[int]] = [[] for _ in closed]
@@ -253,9 +220,10 @@ def _assemble(
             attach[group] = parent
             children[pieces[parent][1]].append(group)
         members[group].append(i)
-    for hanging in children:
-        hanging.sort(key=lambda g: (attach[g], members[g][0]))
+    for below in children:
+        below.sort(key=lambda g: (attach[g], members[g][0]))
 
+    # Number the groups depth first.
     number: dict[int, int] = {}
     stack = [g for g in range(len(closed)) if attach[g] < 0]
     stack.sort(key=lambda g: members[g][0], reverse=True)
@@ -276,6 +244,7 @@ def _assemble(
         )
         for i, ((node, start, end), group) in enumerate(pieces)
     )
+    # Fragments, with their trunks: paths from the children's attachments to the top.
     ending, unread = _sequence_ends(tree, needed.computed, at_end)
     fragments = []
     for g in sorted(number, key=number.__getitem__):
@@ -308,8 +277,8 @@ def _assemble(
 def _sequence_ends(
     tree: PrefixTree, computed: Sequence[int], at_end: dict[tuple[int, int], int]
 ) -> tuple[dict[int, list[int]], list[int]]:
-    """Per segment the sequences whose last computed token it ends with; and those of
-    which nothing is computed."""
+    """Return, per segment, the sequences whose last computed token is its last one; and
+    the sequences of which no token is computed."""
     ending: dict[int, list[int]] = {}
     unread: list[int] = []
     for node in tree.nodes:

@@ -1,12 +1,13 @@
-"""Bytes of activations and keys/values that a schedule will hold, from sizes alone.
+"""Bytes of activations and K/V that a schedule will hold, from sizes alone.
 
 Counted for a Llama-like decoder run eagerly by Transformers, whose norms work in fp32:
-what autograd saves for the backward, layer by layer; the path buffer and the trunks
-with their fp32 gradient accumulators; and what one block needs in passing. Parameters,
-their gradients and the optimizer are not per token and not counted.
+  * what autograd saves for the backward, layer by layer;
+  * the KV cache of the path and the open trunks, with fp32 gradient accumulators;
+  * what one block needs temporarily.
+Parameters, their gradients and the optimizer do not depend on tokens and are left out.
 
-It is a prediction: tests/executor/test_budget.py holds it to counted bytes, and
-`executor.memory_budget` replaces the largest term by a measured one.
+This is a prediction: tests/executor compares it with counted bytes, and
+``executor.memory_budget`` replaces the largest term by a measured one.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from areal_dta.schedule.flops import config_size
+from areal_dta.schedule.flops import DecoderSizes, config_size
 from areal_dta.schedule.schedule import Schedule
 
 _FP32 = 4
-# Values of a logit held while a slab is in work, beside the logit itself, which counts
-# with the graph: log-softmax, softmax and one product of them.
+# Values held per logit of the current slab: log-softmax, softmax and one product of
+# them. The logit itself counts with the graph.
 _VALUES_PER_LOGIT = 3
 # Gradients in flight of one layer, in units of what the layer saves.
 _BACKWARD_LAYERS = 2
@@ -28,23 +29,23 @@ _BACKWARD_LAYERS = 2
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """What a token costs, in bytes."""
+    """Bytes per token of what a traversal holds."""
 
     graph_bytes: float
-    """A token of a live autograd graph, over all layers, its K/V included."""
+    """Per token of a live autograd graph, over all layers, its K/V included."""
     kv_bytes: float
-    """K/V of a token over all layers, in the compute dtype."""
+    """K/V per token over all layers, in the compute dtype."""
     kv_grad_bytes: float
-    """The gradient accumulators of the same."""
+    """Gradient accumulators of the K/V, per token."""
     num_layers: int
     hidden_bytes: float
     """One hidden state."""
     vocab_size: int
     element_bytes: int
-    """Of the compute dtype."""
+    """Bytes per element of the compute dtype."""
     logit_chunk_elements: int = 2**25
     logit_slab_elements: int = 2**25
-    """Logits whose softmax is taken at once."""
+    """Logits whose softmax is computed at once."""
 
     @classmethod
     def from_config(
@@ -54,46 +55,34 @@ class MemoryModel:
         logit_chunk_elements: int = 2**25,
         logit_slab_elements: int = 2**25,
     ) -> MemoryModel:
-        """From the Hugging Face config of a Llama-like decoder.
+        """Count the bytes of a Llama-like decoder from its Hugging Face config.
 
         Args:
-            element_bytes: of the compute dtype: 2, 4 or 8.
+            element_bytes: bytes per element of the compute dtype: 2, 4 or 8.
 
         Raises:
             ValueError: the config lacks a size; the message names it.
         """
+        d = DecoderSizes.from_config(config)
         e, acc = element_bytes, max(element_bytes, _FP32)
-        hidden = config_size(config, "hidden_size")
-        layers = config_size(config, "num_hidden_layers")
-        heads = config_size(config, "num_attention_heads")
-        kv_heads = config_size(config, "num_key_value_heads", heads)
-        head_dim = config_size(config, "head_dim", hidden // heads)
-        num_experts = getattr(config, "num_experts", None) or getattr(
-            config, "num_local_experts", None
-        )
-        # input in fp32, normed, scaled; twice a layer
-        norms = 2 * hidden * (_FP32 + 2 * e)
-        queries, keys = heads * head_dim, kv_heads * head_dim
-        # q, k, v; the output, and again with heads side by side; log-sum-exp
-        attention = e * (queries + 2 * keys) + 2 * e * queries + acc * heads
+        # The input in fp32, normed, scaled; twice per layer.
+        norms = 2 * d.hidden * (_FP32 + 2 * e)
+        queries, keys = d.heads * d.head_dim, d.kv_heads * d.head_dim
+        # q, k, v; the output, and again with its heads side by side; log-sum-exp.
+        attention = e * (queries + 2 * keys) + 2 * e * queries + acc * d.heads
         if "qwen3" in str(getattr(config, "model_type", "")):  # norms of q and k
             attention += (_FP32 + e) * (queries + keys)
-        if num_experts:
-            width = config_size(
-                config,
-                "moe_intermediate_size",
-                config_size(config, "intermediate_size"),
-            )
-            active = config_size(config, "num_experts_per_tok")
-            mlp = active * e * (4 * width + 3 * hidden) + 2 * acc * int(num_experts)
+        if d.experts:
+            mlp = d.active_experts * e * (4 * d.intermediate + 3 * d.hidden)
+            mlp += 2 * acc * d.experts
         else:  # gate, its activation, up, their product
-            mlp = 4 * e * config_size(config, "intermediate_size")
+            mlp = 4 * e * d.intermediate
         return cls(
-            graph_bytes=float(layers * (norms + attention + mlp)),
-            kv_bytes=2.0 * layers * keys * e,
-            kv_grad_bytes=2.0 * layers * keys * acc,
-            num_layers=layers,
-            hidden_bytes=float(hidden * e),
+            graph_bytes=float(d.layers * (norms + attention + mlp)),
+            kv_bytes=2.0 * d.layers * keys * e,
+            kv_grad_bytes=2.0 * d.layers * keys * acc,
+            num_layers=d.layers,
+            hidden_bytes=float(d.hidden * e),
             vocab_size=config_size(config, "vocab_size"),
             element_bytes=e,
             logit_chunk_elements=logit_chunk_elements,
@@ -101,15 +90,15 @@ class MemoryModel:
         )
 
     def calibrated(self, graph_bytes: float) -> MemoryModel:
-        """With the bytes a token of a graph that were measured."""
+        """Return the model with measured bytes per token of a graph."""
         return dataclasses.replace(self, graph_bytes=graph_bytes)
 
     def path(self, num_tokens: float, training: bool = True) -> float:
-        """Bytes of K/V and their accumulators, of the path buffer or of trunks."""
+        """Return the bytes of K/V and accumulators of a path or of trunks."""
         return num_tokens * (self.kv_bytes + self.kv_grad_bytes * training)
 
     def graph(self, num_tokens: float, num_outputs: float) -> float:
-        """Bytes of live graphs. A block whose rows fit one chunk keeps its logits."""
+        """Return the bytes of live graphs, with the logits that they keep."""
         return num_tokens * self.graph_bytes + num_outputs * (
             self.hidden_bytes + self.vocab_size * self.element_bytes
         )
@@ -117,7 +106,7 @@ class MemoryModel:
     def working(
         self, block_tokens: int, num_outputs: int, training: bool = True
     ) -> float:
-        """Bytes that one block needs in passing, beside its graph."""
+        """Return the bytes that one block needs temporarily, beside its graph."""
         logits = min(
             num_outputs * self.vocab_size,
             max(self.logit_chunk_elements, self.vocab_size),
@@ -134,15 +123,15 @@ class MemoryModel:
         return head + layers + mask
 
     def schedule(self, schedule: Schedule) -> float:
-        """Peak bytes of a traversal, its three parts taken at their worst."""
+        """Return the peak bytes of a traversal: each of its three parts at its peak."""
         cut, training = schedule.cut, schedule.training
         block = max((s.num_tokens for s in schedule.steps), default=0)
-        rows = max((s.num_outputs for s in schedule.steps), default=0)
-        # rows are spread over the graph as over the tree
+        outputs = max((s.num_outputs for s in schedule.steps), default=0)
+        # Outputs are spread over the graph as over the whole tree.
         per_token = cut.needed.num_outputs / max(1, cut.needed.num_computed_tokens)
-        graph_rows = max(rows * training, per_token * schedule.peak_graph_tokens)
+        graph_outputs = max(outputs * training, per_token * schedule.peak_graph_tokens)
         return (
             self.path(schedule.peak_kv_tokens, training)
-            + self.graph(schedule.peak_graph_tokens, graph_rows)
-            + self.working(block, rows, training)
+            + self.graph(schedule.peak_graph_tokens, graph_outputs)
+            + self.working(block, outputs, training)
         )

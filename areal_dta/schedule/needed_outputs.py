@@ -1,8 +1,11 @@
-"""Which outputs of a tree are read, and so which tokens have to be computed.
+"""Which outputs of a tree are needed, and so which tokens have to be computed.
 
-A token is computed iff it is, or is an ancestor of, a position that an output is read
-from. In agentic RL 0.2-2 % of the tokens carry loss: the vocabulary projection of the
-others, and all tokens below the last one that is read, cost nothing.
+A token is computed iff an output is needed at it or at one of its descendants. In
+agentic RL 0.2-2 % of the tokens carry loss: neither the vocabulary projection of the
+others nor any token below the last needed output costs anything.
+
+Invariant (tests/schedule/test_needed_outputs.py): computed are exactly the tokens at
+which an output is needed, and their ancestors.
 """
 
 # T = tree tokens in depth-first order
@@ -22,16 +25,16 @@ BoolArray = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class NeededOutputs:
-    """Outputs that are read, and the tokens to compute for them."""
+    """Outputs that the loss reads, and the tokens to compute for them."""
 
     edge_T: BoolArray
-    """Whether the logprob of a token, given its path, is read by some sequence."""
+    """Whether some sequence needs the logprob of a token, given its path."""
     output_T: BoolArray
-    """Whether an output is read at a token's position: every edge's parent is one."""
+    """Whether an output is needed at a token: at least at the parent of every edge."""
     computed: tuple[int, ...]
-    """Per node: how many of its tokens have to be computed, from its top."""
+    """Per node, how many of its tokens have to be computed, from its top."""
     is_all: bool = False
-    """Whether every output is read that there is."""
+    """Whether every output is needed."""
 
     @property
     def num_computed_tokens(self) -> int:
@@ -43,7 +46,7 @@ class NeededOutputs:
 
     @classmethod
     def all(cls, tree: PrefixTree) -> NeededOutputs:
-        """Every logprob and entropy: only a leaf's last token predicts nothing."""
+        """Need every logprob and entropy: only a leaf's last token predicts nothing."""
         edge_T = np.ones(tree.num_tree_tokens, dtype=bool)
         for node in tree.nodes:
             if node.parent < 0:
@@ -54,14 +57,14 @@ class NeededOutputs:
     def values_at(
         cls, tree: PrefixTree, positions: Sequence[NDArray[np.generic]] | None
     ) -> NeededOutputs:
-        """No logprobs, but an output at each token itself, such as a critic's value.
+        """Need no logprobs, but an output at tokens themselves: a critic's values.
 
         Args:
-            positions: per sequence [len], true where the output is read; None for
+            positions: per sequence [len], true where the output is needed; None for
                 everywhere.
 
         Raises:
-            ValueError: a mask is missing or has the wrong length; names the sequence.
+            ValueError: a mask is missing or has the wrong length; names it.
         """
         output_T = np.full(tree.num_tree_tokens, positions is None)
         if positions is not None:
@@ -74,13 +77,13 @@ class NeededOutputs:
     def logprobs_at(
         cls, tree: PrefixTree, positions: Sequence[NDArray[np.generic]]
     ) -> NeededOutputs:
-        """Only some outputs of each sequence.
+        """Need some logprobs of each sequence.
 
         Args:
-            positions: per sequence [len-1], true where entry t (of token t+1) is read.
+            positions: per sequence [len-1]; entry t is that of token t+1.
 
         Raises:
-            ValueError: a mask is missing or has the wrong length; names the sequence.
+            ValueError: a mask is missing or has the wrong length; names it.
         """
         edge_T = np.zeros(tree.num_tree_tokens, dtype=bool)
         for i, mask in _checked(tree, positions, 1):
@@ -92,7 +95,7 @@ class NeededOutputs:
         cls, tree: PrefixTree, edge_T: BoolArray, is_all: bool
     ) -> NeededOutputs:
         output_T = np.zeros(tree.num_tree_tokens, dtype=bool)
-        output_T[:-1] = edge_T[1:]  # within a node the next token comes next
+        output_T[:-1] = edge_T[1:]  # within a node the predicted token comes next
         for node in tree.nodes:
             last = node.first_token + node.num_tokens - 1
             output_T[last] = any(
@@ -104,23 +107,25 @@ class NeededOutputs:
 def _checked(
     tree: PrefixTree, positions: Sequence[NDArray[np.generic]], num_fewer: int
 ) -> Iterator[tuple[int, BoolArray]]:
-    """Masks with their sequences, of as many entries as tokens less ``num_fewer``."""
+    """Yield each sequence and its mask of [len - num_fewer]."""
     if len(positions) != tree.num_sequences:
         raise ValueError(
             f"positions holds {len(positions)} masks for {tree.num_sequences} "
-            "sequences; expected one each"
+            "sequences; expected one per sequence"
         )
     for i, mask in enumerate(positions):
         expected = tree.sequence_length(i) - num_fewer
         if np.shape(mask) != (expected,):
             raise ValueError(
                 f"positions[{i}] has shape {np.shape(mask)}; expected "
-                f"({expected},): one entry an output of sequence {i}"
+                f"({expected},): one entry per output of sequence {i}"
             )
         yield i, np.asarray(mask, dtype=bool)
 
 
 def _computed(tree: PrefixTree, output_T: BoolArray) -> tuple[int, ...]:
+    """Tokens to compute per node: all above a computed child, else up to the last
+    needed output."""
     computed = [0] * len(tree.nodes)
     for node in reversed(tree.nodes):  # children before parents
         if any(computed[c] for c in node.children):

@@ -1,17 +1,18 @@
-"""Which entered fragments keep their graph until their exit: the least recomputation.
+"""Choose the entered fragments that keep their graph until their exit.
 
 A fragment that keeps its graph costs memory while anything below it runs; one that does
-not runs its trunk twice. Wanted is the set with the most trunk tokens, such that at
-any exit the graphs alive, those of kept ancestors and the fragment's own, are at most
-``retain_tokens`` (or the fragment's own alone: it has to run).
+not runs its trunk twice. Chosen is the set with the most trunk tokens such that, at any
+exit,
 
-Method: dynamic programming over (fragment, tokens left by its ancestors), tokens
-counted in units so that the table stays small; units are rounded up, so the limit
-holds. The simple rule "keep what has a short enough chain of fragments below it" is
-compared, and wins where rounding costs more than it does.
+    tokens of kept ancestors + the fragment's own tokens <= retain_tokens
 
-The order in which siblings are visited changes neither this nor the peak: each one's
-graphs are gone before the next begins.
+(or only its own: it has to run). Sibling order matters to neither this nor the peak:
+the graphs of one sibling are gone before the next begins.
+
+Method: dynamic programming over (fragment, tokens left by its ancestors). Tokens are
+counted in units, rounded up, so that the table stays small and the limit holds. "Keep
+each fragment whose chain of descendants is short enough" is compared, and wins where
+rounding costs more. tests/schedule/test_retention.py compares with brute force.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ import numpy as np
 
 from areal_dta.schedule.fragments import Fragment
 
-_MOST_UNITS = 4096
-_MOST_ENTRIES = 2**24
+_MAX_UNITS = 4096  # exact for budgets up to this many tokens
+_MAX_ENTRIES = 2**24  # of the table: 150 MB
 _NEVER = -(2**40)  # below any count; sums of many do not overflow
 
 
 def choose_retained(
     fragments: Sequence[Fragment], retain_tokens: int | None
 ) -> list[bool]:
-    """For each fragment whether its graph lives from enter to exit.
+    """Return, per fragment, whether its graph lives from enter to exit.
 
     Args:
         fragments: in depth-first order.
-        retain_tokens: most tokens whose graph is alive at once; None: no limit.
+        retain_tokens: maximum number of tokens whose graph is alive at once; None for
+            no limit.
     """
     inner = [bool(f.children) for f in fragments]
     if retain_tokens is None:
@@ -46,36 +48,34 @@ def choose_retained(
     if retain_tokens == 0 or simple == inner:
         return simple
     best = _solve(fragments, retain_tokens)
-    return max(simple, best, key=lambda kept: _saved(fragments, kept))
-
-
-def _saved(fragments: Sequence[Fragment], kept: Sequence[bool]) -> int:
-    return sum(
-        f.num_trunk_tokens
-        for f, is_kept in zip(fragments, kept, strict=True)
-        if is_kept
+    return max(
+        (simple, best),
+        key=lambda kept: sum(f.num_trunk_tokens * kept[f.index] for f in fragments),
     )
 
 
 def _solve(fragments: Sequence[Fragment], retain_tokens: int) -> list[bool]:
-    num_units = min(retain_tokens, _MOST_UNITS, max(1, _MOST_ENTRIES // len(fragments)))
+    """Solve the dynamic program in units of retain_tokens / num_units tokens."""
+    num_units = min(retain_tokens, _MAX_UNITS, max(1, _MAX_ENTRIES // len(fragments)))
     size = [-(-f.num_tokens * num_units // retain_tokens) for f in fragments]
-    # saved[f][left]: most trunk tokens kept in f's subtree with that many units left
+    # Bottom up. saved[f][left]: maximum trunk tokens kept in f's subtree where its
+    # ancestors leave that many units.
     saved = np.zeros((len(fragments), num_units + 1), np.int64)
     keeps = np.zeros(saved.shape, bool)
     for f in reversed(fragments):
         below = saved[list(f.children)].sum(0)
         np.maximum(below, _NEVER, out=below)
         n = size[f.index]
-        leave = below.copy()
-        leave[: min(n, num_units)] = _NEVER  # its own exit would not fit
+        drop = below.copy()
+        drop[: min(n, num_units)] = _NEVER  # its own exit would not fit
         if f.children and n <= num_units:
-            keep = np.full_like(leave, _NEVER)
+            keep = np.full_like(drop, _NEVER)
             keep[n:] = f.num_trunk_tokens + below[: num_units + 1 - n]
-            keeps[f.index] = keep > leave
-            leave = np.maximum(keep, leave)
-        saved[f.index] = leave
+            keeps[f.index] = keep > drop
+            drop = np.maximum(keep, drop)
+        saved[f.index] = drop
 
+    # Top down: read off the choices.
     kept = [False] * len(fragments)
     left = [num_units] * len(fragments)
     for f in fragments:

@@ -1,10 +1,10 @@
-"""One order of forwards and backwards for several ranks that must keep step.
+"""Common order of forwards and backwards for ranks that must keep step.
 
-Each rank has its own sequence of operations. Where the ranks communicate in each, all
-have to do the same kind of operation in the same round; one that has no such operation
-next takes part idly. The result is a common supersequence, found greedily: the rank
-with most left to do is never made to wait, so the number of rounds stays near the
-longest sequence where they are alike.
+Each rank has its own sequence of operations. Where the ranks communicate in every
+operation, all must do the same kind in the same round; a rank whose next operation is
+of the other kind takes part idly. The rounds are a common supersequence, found
+greedily: the rank with the most operations left never waits, so that similar ranks need
+hardly more rounds than the longest sequence (tests/schedule/test_rounds.py).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Round:
     kind: str
     """FORWARD or BACKWARD."""
     ranks: frozenset[int]
-    """Those that do their next operation; the others idle."""
+    """Ranks that do their next operation; the others idle."""
 
 
 def operations(schedule: Schedule) -> str:
-    """The forwards and backwards of a schedule, in order."""
+    """Return the forwards and backwards of a schedule, in order."""
     result = []
     for step in schedule.steps:
         if step.computes:
@@ -37,7 +37,7 @@ def operations(schedule: Schedule) -> str:
 
 
 def merge_rounds(of_rank: Sequence[str]) -> list[Round]:
-    """Rounds in which every rank gets its operations in its own order.
+    """Merge the operations of all ranks, each in its own order, into rounds.
 
     Deterministic, so that every rank finds the same rounds by itself.
     """
@@ -45,14 +45,14 @@ def merge_rounds(of_rank: Sequence[str]) -> list[Round]:
     rounds: list[Round] = []
     while True:
         wanting: dict[str, list[int]] = {}
-        most: dict[str, int] = {}
+        max_left: dict[str, int] = {}
         for rank, (own, at) in enumerate(zip(of_rank, position, strict=True)):
             if at < len(own):
                 wanting.setdefault(own[at], []).append(rank)
-                most[own[at]] = max(most.get(own[at], 0), len(own) - at)
+                max_left[own[at]] = max(max_left.get(own[at], 0), len(own) - at)
         if not wanting:
             return rounds
-        kind = max(wanting, key=lambda k: (most[k], len(wanting[k]), k))
+        kind = max(wanting, key=lambda k: (max_left[k], len(wanting[k]), k))
         for rank in wanting[kind]:
             position[rank] += 1
         rounds.append(Round(kind, frozenset(wanting[kind])))

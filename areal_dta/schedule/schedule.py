@@ -1,15 +1,16 @@
-"""The depth-first schedule over fragments, and what it will cost.
+"""Depth-first schedule over fragments, with the counts that it implies.
 
-A schedule is plain data: its token counts and peak memory are known, and can be
-tested, drawn or balanced, before anything runs.
+A schedule is plain data: its token counts and peak memory are known, and can be tested
+or balanced, before anything runs.
 
 A fragment with child fragments is entered (forward, K/V kept for the children) and,
-when all children are done, exited (backward). One without does everything at exit.
+when all children are done, exited (backward). A fragment without children does
+everything at its exit.
 
-Retain or recompute: the graph of an entered fragment stays alive until its exit, or it
-is entered without a graph, on its trunk alone, and run again at exit. ``retention``
-keeps those that save the most, such that the graphs alive at any time never exceed
-max(retain_tokens, block_tokens) tokens.
+Retain or recompute: the graph of an entered fragment stays alive until its exit, or the
+fragment is entered without a graph, on its trunk alone, and is run again at its exit.
+``retention`` chooses; graphs alive at any time never exceed
+max(retain_tokens, block_tokens) tokens (tests/schedule/test_retention.py).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from areal_dta.schedule.retention import choose_retained
 from areal_dta.tree import PrefixTree
 
 DEFAULT_BLOCK_TOKENS = 512
-"""Larger blocks are slower on a CPU, see docs/log.md."""
+"""Larger blocks are slower on a CPU, see docs/log.md. On a device,
+``executor.memory_budget`` chooses the block size."""
 
 
 class StepKind(Enum):
@@ -42,11 +44,11 @@ class Step:
     computes: tuple[int, ...]
     """Segments run forward in this step; empty where the graph is still alive."""
     with_grad: bool
-    """Whether that forward keeps an autograd graph."""
+    """Whether that forward keeps its autograd graph."""
     num_tokens: int
     """Tokens of ``computes``."""
     num_outputs: int
-    """Positions of ``computes`` that are projected onto the vocabulary."""
+    """Positions of ``computes`` at which an output is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +65,9 @@ class Schedule:
     num_recomputed_tokens: int
     num_backward_tokens: int
     peak_graph_tokens: int
-    """Most tokens whose autograd graph is alive at once."""
+    """Maximum number of tokens whose autograd graph is alive at once."""
     peak_kv_tokens: int
-    """Most tokens whose K/V is held at once: the path buffer and the open trunks."""
-
-    def retains(self, fragment: int) -> bool:
-        """Whether the fragment is run just once."""
-        return all(
-            step.with_grad or not self.training
-            for step in self.steps
-            if step.fragment == fragment and step.computes
-        )
+    """Maximum number of tokens whose K/V is held at once, on the path or in trunks."""
 
 
 def build_schedule(
@@ -84,16 +78,16 @@ def build_schedule(
     needed: NeededOutputs | None = None,
     fragments: str = "packed",
 ) -> Schedule:
-    """Plan the traversal of a tree.
+    """Build the schedule of a tree.
 
     Args:
-        block_tokens: most tokens of one model call.
-        retain_tokens: most tokens whose graph may wait for an exit; 0 retains none
-            (least memory), None all (no recomputation).
-        training: False plans a forward-only traversal without graphs.
-        needed: the outputs that are read, by default all.
+        block_tokens: maximum number of tokens per model call.
+        retain_tokens: maximum number of tokens whose graph may wait for an exit. 0
+            retains none (least memory), None all (no recomputation).
+        training: False builds a forward-only schedule without graphs.
+        needed: the outputs that the loss reads, by default all.
         fragments: ``packed`` fills blocks up to ``block_tokens``; ``node`` runs one
-            tree node a block, however long, as the plain method does.
+            tree node per block, however long, as the plain method does.
 
     Raises:
         ValueError: a budget is out of range, or ``fragments`` unknown.
@@ -118,52 +112,36 @@ def build_schedule(
     retained = choose_retained(cut.fragments, retain_tokens)
 
     steps: list[Step] = []
-    peak_graph = graph = 0
+    peak_graph = graph = peak_kv = trunks = recomputed = 0
     path_buffer = max((f.path_tokens for f in cut.fragments), default=0)
-    peak_kv = trunks = 0
-    recomputed = 0
-    # (fragment, leaving): a stack, since trees may be deeper than recursion allows
+    # Visit (fragment, is_exit) from a stack: trees may be deeper than recursion allows.
     stack = [(f.index, False) for f in reversed(cut.fragments) if f.parent < 0]
     while stack:
-        index, leaving = stack.pop()
+        index, is_exit = stack.pop()
         f = cut.fragments[index]
         is_leaf = not f.children
-        retain = retained[index]
-        if not leaving and not is_leaf:
-            keep_graph = training and retain
-            whole = keep_graph or not training
-            computes = f.segments if whole else f.trunk
-            steps.append(
-                Step(
-                    StepKind.ENTER,
-                    index,
-                    computes,
-                    keep_graph,
-                    f.num_tokens if whole else f.num_trunk_tokens,
-                    sum(num_outputs[s] for s in computes),
-                )
-            )
-            graph += f.num_tokens if keep_graph else 0
-            trunks += f.num_trunk_tokens
+        is_exit |= is_leaf
+        retain = retained[index] and training
+        # What runs: at enter all of it if nothing runs again, else only what the
+        # children attend to; at exit all of it, unless its graph was retained.
+        if not is_exit:
+            kind, with_grad, is_whole = StepKind.ENTER, retain, retain or not training
+            computes = f.segments if is_whole else f.trunk
             stack.append((index, True))
             stack += [(c, False) for c in reversed(f.children)]
+            trunks += f.num_trunk_tokens
         else:
-            run_now = is_leaf or (training and not retain)
-            computes = f.segments if run_now else ()
-            steps.append(
-                Step(
-                    StepKind.EXIT,
-                    index,
-                    computes,
-                    training and run_now,
-                    f.num_tokens if run_now else 0,
-                    sum(num_outputs[s] for s in computes),
-                )
-            )
-            graph += f.num_tokens if training and run_now else 0
-            recomputed += f.num_trunk_tokens if run_now and not is_leaf else 0
+            is_whole = is_leaf or (training and not retain)
+            kind, with_grad = StepKind.EXIT, training and is_whole
+            computes = f.segments if is_whole else ()
+            recomputed += f.num_trunk_tokens if is_whole and not is_leaf else 0
+        num_tokens = sum(cut.segments[s].num_tokens for s in computes)
+        outputs = sum(num_outputs[s] for s in computes)
+        steps.append(Step(kind, index, computes, with_grad, num_tokens, outputs))
+        # Peaks count what this step adds; an exit then frees the fragment's share.
+        graph += f.num_tokens if with_grad else 0
         peak_graph, peak_kv = max(peak_graph, graph), max(peak_kv, path_buffer + trunks)
-        if steps[-1].kind is StepKind.EXIT:
+        if is_exit:
             graph -= f.num_tokens if training else 0
             trunks -= 0 if is_leaf else f.num_trunk_tokens
     assert graph == 0 and trunks == 0

@@ -1,12 +1,15 @@
-"""Sequences in depth-first order with what each shares with the one before it.
+"""Sequences in depth-first order, with the prefix that each shares with the one before.
 
-Two numbers a sequence, its length and its common prefix with its left neighbour, are
-enough to know the tree tokens and attended pairs of any range or subset: planning
-needs neither the tokens nor the nodes. In depth-first order the common prefix of two
-sequences is the smallest of those in between.
+Two numbers per sequence, its length and the common prefix (lcp) with its left
+neighbour, give the tree tokens and attended pairs of any range or subset: balancing
+needs neither tokens nor nodes. For sequences i < j in depth-first order
+
+    lcp(i, j) = min(lcp_N[i + 1 .. j])
+
+(tests/tree/test_leaf_order.py compares subsets with trees that are built.)
 """
 
-# N = sequences, in depth-first order; K = chosen ones
+# N = sequences, in depth-first order; K = some of them, or ranges of them
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ from numpy.typing import NDArray
 from areal_dta.tree.prefix_tree import (
     PrefixTree,
     TokenSequence,
-    _as_tokens,
-    _common_prefix,
+    as_tokens,
+    common_prefix,
 )
 
 IntArray = NDArray[np.int64]
@@ -31,9 +34,9 @@ class LeafOrder:
     """Lengths and neighbours' common prefixes in depth-first order."""
 
     sequence_N: IntArray
-    """Numbers of the sequences, a permutation of 0..N-1 (of some, in a subset)."""
+    """Index of each sequence: a permutation of 0..N-1, or some of it in a subset."""
     length_N: IntArray
-    """Tokens to compute of each; 0 where nothing is read."""
+    """Tokens to compute per sequence; 0 where no output is needed."""
     lcp_N: IntArray
     """Tokens in common with the left neighbour; 0 for the first."""
 
@@ -44,21 +47,22 @@ class LeafOrder:
         lengths: Sequence[int] | IntArray | None = None,
         tie_break: Sequence[int] | IntArray | None = None,
     ) -> LeafOrder:
-        """Order of a tree's sequences, prefixes before what continues them.
+        """Order the sequences of a tree, prefixes before their continuations.
 
         Args:
-            lengths: tokens to compute of each sequence, from its front, by default
-                all. (What lies below the last position that is read costs nothing.)
-            tie_break: order of equal sequences, by default their numbers, which
+            lengths: tokens to compute per sequence, from its front; by default all.
+                (Tokens below the last needed output cost nothing.)
+            tie_break: order of equal sequences; by default their indices, which
                 depend on the order of arrival.
 
         Cost: O(nodes + sequences x depth of the tree in nodes).
 
         Raises:
-            ValueError: an argument has another number of entries, or a length is out
-                of range.
+            ValueError: an argument has the wrong number of entries, or a length is
+                out of range.
         """
         n, nodes = tree.num_sequences, tree.nodes
+        # Check the lengths against the full ones.
         full = np.zeros(n, np.int64)
         end_node = np.zeros(n, np.int64)
         for node in nodes:
@@ -72,25 +76,27 @@ class LeafOrder:
                 f"lengths[{i}]={length[i]}; expected 0 to {full[i]}, the tokens of "
                 f"sequence {i}"
             )
+        if n == 0:
+            return cls.from_arrays([], [])
+        # Sort by the tree index of the last token to compute, which lies at or above
+        # the node where the sequence ends. Sequences without any come first.
         start = np.array([node.start for node in nodes], np.int64)
         parent = np.array([node.parent for node in nodes], np.int64)
         first = np.array([node.first_token for node in nodes], np.int64)
-        if n == 0:
-            return cls.from_arrays([], [])
         at = end_node.copy()
-        # up to the node that holds the last token to compute
         while len(above := np.flatnonzero((at >= 0) & (start[at] >= length))):
             at[above] = parent[at[above]]
-        # its index among the tree tokens; those without any come first
         key = np.where(at < 0, -1, first[at] + length - start[at] - 1)
         ties = np.arange(n) if tie_break is None else _column("tie_break", tie_break, n)
         order = np.lexsort((np.arange(n), ties, key))
         at, length = at[order], length[order]
+        # Neighbours that end in one node share the shorter one's length. Others part at
+        # the end of their last common node: the parent of the shallowest node between.
         lcp = np.zeros(n, np.int64)
-        # The last common node of two neighbours is the parent of the shallowest node
-        # between them.
-        shallowest = _least_between(start, at)
-        lcp[1:] = np.minimum(np.minimum(length[:-1], length[1:]), shallowest)
+        lcp[1:] = np.minimum(length[:-1], length[1:])
+        differs = np.flatnonzero(at[:-1] != at[1:])
+        fork = range_min(start, at[differs] + 1, at[differs + 1] + 1)
+        lcp[differs + 1] = np.minimum(lcp[differs + 1], fork)
         return cls(order.astype(np.int64), length, lcp)
 
     @classmethod
@@ -99,21 +105,21 @@ class LeafOrder:
         sequences: Sequence[TokenSequence],
         tie_break: Sequence[int] | IntArray | None = None,
     ) -> LeafOrder:
-        """The same without building a tree: O(tokens) beside one sort.
+        """Order sequences without building a tree: one sort and O(tokens).
 
         Raises:
             ValueError: as ``PrefixTree.from_sequences``.
         """
-        arrays = [_as_tokens(s, i) for i, s in enumerate(sequences)]
+        arrays = [as_tokens(s, i) for i, s in enumerate(sequences)]
         n = len(arrays)
         ties = np.arange(n) if tie_break is None else _column("tie_break", tie_break, n)
         largest = max((int(a.max()) for a in arrays), default=0)
-        big_endian = ">u4" if largest < 2**32 else ">u8"  # bytes sort as numbers do
+        big_endian = ">u4" if largest < 2**32 else ">u8"  # bytes sort as the ids do
         keys = [a.astype(big_endian).tobytes() for a in arrays]
         order = sorted(range(n), key=lambda i: (keys[i], int(ties[i]), i))
         lcp = np.zeros(n, np.int64)
         for k in range(1, n):
-            lcp[k] = _common_prefix(arrays[order[k - 1]], arrays[order[k]])
+            lcp[k] = common_prefix(arrays[order[k - 1]], arrays[order[k]])
         length = np.array([len(arrays[i]) for i in order], np.int64)
         return cls(np.array(order, np.int64), length, lcp)
 
@@ -121,10 +127,10 @@ class LeafOrder:
     def from_arrays(
         cls, lengths: Sequence[int] | IntArray, lcps: Sequence[int] | IntArray
     ) -> LeafOrder:
-        """From lengths and common prefixes that are in depth-first order already.
+        """Wrap lengths and common prefixes that are in depth-first order already.
 
         Raises:
-            ValueError: they do not belong together.
+            ValueError: the arrays do not belong together.
         """
         length = np.asarray(lengths, np.int64)
         lcp = np.asarray(lcps, np.int64)
@@ -133,13 +139,13 @@ class LeafOrder:
                 f"lengths {length.shape} and lcps {lcp.shape}; expected 1-D and equal"
             )
         if len(lcp):
-            most = np.minimum(length, np.concatenate([[0], length[:-1]]))
-            wrong = np.flatnonzero((lcp < 0) | (lcp > most))
+            max_lcp = np.minimum(length, np.concatenate([[0], length[:-1]]))
+            wrong = np.flatnonzero((lcp < 0) | (lcp > max_lcp))
             if len(wrong):
                 i = int(wrong[0])
                 raise ValueError(
-                    f"lcps[{i}]={lcp[i]}; expected 0 to {most[i]}: no more than "
-                    "either neighbour is long, and 0 for the first"
+                    f"lcps[{i}]={lcp[i]}; expected 0 to {max_lcp[i]}: at most the "
+                    "length of either neighbour, and 0 for the first"
                 )
         return cls(np.arange(len(length), dtype=np.int64), length, lcp)
 
@@ -154,63 +160,70 @@ class LeafOrder:
     def num_tree_tokens(self) -> int:
         return int((self.length_N - self.lcp_N).sum())
 
-    def positions_of(self, sequences: Sequence[int] | IntArray) -> IntArray:
-        """Where sequences lie in the order, [K]."""
-        place = np.empty(int(self.sequence_N.max(initial=-1)) + 1, np.int64)
-        place[self.sequence_N] = np.arange(len(self))
-        return place[np.asarray(sequences, np.int64)]
+    @property
+    def num_common_tokens(self) -> int:
+        """Length of the prefix that all sequences share; 0 without sequences."""
+        if not len(self):
+            return 0
+        return int(self.lcp_N[1:].min(initial=self.length_N[0]))
 
     def subset(self, positions_K: IntArray) -> LeafOrder:
-        """Some sequences, by their increasing positions in this order."""
+        """Return the order of some sequences, chosen by increasing positions."""
         lcp = np.zeros(len(positions_K), np.int64)
         lcp[1:] = range_min(self.lcp_N, positions_K[:-1] + 1, positions_K[1:] + 1)
         return LeafOrder(self.sequence_N[positions_K], self.length_N[positions_K], lcp)
 
     def grouped(self, label_N: IntArray) -> tuple[IntArray, LeafOrder]:
-        """Positions sorted by label, then depth first; and these sequences in that
-        order, the first of each label having nothing in common with its neighbour."""
+        """Sort positions by label, then depth first.
+
+        Returns:
+            The positions [N], and the sequences in that order. The first sequence of
+            each label has lcp 0: labels share nothing.
+        """
         positions = np.argsort(label_N, kind="stable")
         label = label_N[positions]
         lcp = np.zeros(len(self), np.int64)
         same = np.flatnonzero(label[1:] == label[:-1]) + 1
-        left, right = positions[same - 1], positions[same]
-        lcp[same] = range_min(self.lcp_N, left + 1, right + 1)
+        lcp[same] = range_min(self.lcp_N, positions[same - 1] + 1, positions[same] + 1)
         return positions, LeafOrder(
             self.sequence_N[positions], self.length_N[positions], lcp
         )
 
 
-def range_min(values_N: IntArray, start_K: IntArray, end_K: IntArray) -> IntArray:
-    """Smallest of ``values_N[start:end]`` for each of K non-empty ranges, [K].
+class RangeMin:
+    """Sparse table: ``minimum of values_N[start:end]`` in O(1) per range.
 
-    Levels of a sparse table, one at a time: O((N + K) log N) time, O(N + K) memory.
+    Level k holds the minimum of each run of 2**k values; two of them cover a range.
+    Memory: O(N log max_length).
     """
-    result = np.empty(len(start_K), np.int64)
-    level = np.frexp((end_K - start_K).astype(np.float64))[1] - 1  # floor of log2
-    table = values_N
-    for k in range(int(level.max(initial=-1)) + 1):
-        if k:
-            half = 1 << (k - 1)
-            table = np.minimum(table[:-half], table[half:])
-        of = np.flatnonzero(level == k)
-        last = end_K[of] - (1 << k)
-        result[of] = np.minimum(table[start_K[of]], table[last])
-    return result
+
+    def __init__(self, values_N: IntArray, max_length: int) -> None:
+        levels, width = [values_N], 1
+        while 2 * width <= max_length:
+            level = levels[-1].copy()  # its tail, without a full run, is never asked
+            level[:-width] = np.minimum(level[:-width], level[width:])
+            levels.append(level)
+            width *= 2
+        self._levels = np.stack(levels)
+
+    def __call__(self, start_K: IntArray, end_K: IntArray) -> IntArray:
+        """Return the minimum of each non-empty range, [K]."""
+        level = np.frexp((end_K - start_K).astype(np.float64))[1] - 1  # floor of log2
+        left = self._levels[level, start_K]
+        return np.minimum(left, self._levels[level, end_K - (1 << level)])
 
 
-def _least_between(start: IntArray, at: IntArray) -> IntArray:
-    """For neighbours in ``at`` (node indices, -1 for none, rising) the smallest start
-    of the nodes after the left one up to the right one; a large number if none."""
-    result = np.full(max(0, len(at) - 1), np.iinfo(np.int64).max)
-    differs = np.flatnonzero(at[:-1] != at[1:])
-    result[differs] = range_min(start, at[differs] + 1, at[differs + 1] + 1)
-    return result
+def range_min(values_N: IntArray, start_K: IntArray, end_K: IntArray) -> IntArray:
+    """Return the minimum of ``values_N[start:end]`` for K non-empty ranges, [K]."""
+    if not len(start_K):
+        return np.zeros(0, np.int64)
+    return RangeMin(values_N, int((end_K - start_K).max()))(start_K, end_K)
 
 
 def _column(name: str, values: Sequence[int] | IntArray, n: int) -> IntArray:
     column = np.asarray(values, np.int64)
     if column.shape != (n,):
         raise ValueError(
-            f"{name} has shape {column.shape}; expected ({n},): one entry a sequence"
+            f"{name} has shape {column.shape}; expected ({n},): one entry per sequence"
         )
     return column

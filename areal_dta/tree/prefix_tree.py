@@ -2,11 +2,11 @@
 
 The tree is a *forest* without an artificial root: sequences that share no first
 token start separate roots. Node order is canonical (depth first, siblings by first
-token), so it depends on the sequences and not on the order in which they arrived.
+token): it depends on the sequences, not on the order in which they arrived.
 
-Invariants (``PrefixTree.check``, tested in tests/tree):
+Invariants (``PrefixTree.check``; tests/tree/test_prefix_tree.py):
   * no node is empty; siblings start with different tokens;
-  * a node either has several children or ends at least one sequence;
+  * a node has several children or ends at least one sequence;
   * the tokens along the path of sequence i are exactly sequence i.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ class TreeNode:
     index: int
     """Position in depth-first order."""
     tokens: TokenArray
-    """``[end - start]``, int64, a view: do not write to it."""
+    """[end - start], int64. A view: do not write to it."""
     start: int
     """Depth of the first token: the number of path tokens above this node."""
     first_token: int
@@ -50,7 +51,7 @@ class TreeNode:
 
 
 class _Run:
-    """A mutable node, before the depth-first order is fixed."""
+    """Mutable node, used before the depth-first order is fixed."""
 
     __slots__ = ("tokens", "start", "parent", "children", "sequences")
 
@@ -69,13 +70,13 @@ class _Run:
 class PrefixTree:
     """Prefix tree (a forest) over the sequences inserted so far.
 
-    Inserting costs O(length) of the sequence. The depth-first view (``nodes``,
-    ``path``) is made on demand after a change, O(nodes).
+    Inserting costs O(length of the sequence). The depth-first view (``nodes``,
+    ``path``) is rebuilt on demand after a change, in O(nodes).
     """
 
     def __init__(self) -> None:
         self._roots: dict[int, _Run] = {}
-        self._last_run: list[_Run] = []  # of each sequence
+        self._last_run: list[_Run] = []  # where each sequence ends
         self._num_sequence_tokens = 0
         self._num_tree_tokens = 0
         self._nodes: tuple[TreeNode, ...] | None = None
@@ -83,17 +84,17 @@ class PrefixTree:
 
     @classmethod
     def from_sequences(cls, sequences: Iterable[TokenSequence]) -> PrefixTree:
-        """Build the tree of a batch; sequence i keeps the number i.
+        """Build the tree of a batch; sequence i keeps the index i.
 
         Args:
             sequences: lists or 1-D integer arrays of token ids >= 0, in any order;
                 duplicates, strict prefixes and single tokens are fine.
 
         Raises:
-            ValueError: a sequence is empty, not 1-D, not of integers, or holds a
-                negative id; the message names it.
+            ValueError: a sequence is empty, not 1-D, not integer, or holds a negative
+                id; the message names it.
         """
-        arrays = [_as_tokens(s, i) for i, s in enumerate(sequences)]
+        arrays = [as_tokens(s, i) for i, s in enumerate(sequences)]
         tree = cls()
         tree._last_run = [None] * len(arrays)  # type: ignore[list-item]
         # In sorted order a sequence leaves its left neighbour's path only upwards, so
@@ -105,7 +106,7 @@ class PrefixTree:
         previous: TokenArray | None = None
         for i in order:
             tokens = arrays[i]
-            shared = 0 if previous is None else _common_prefix(previous, tokens)
+            shared = 0 if previous is None else common_prefix(previous, tokens)
             while stack and stack[-1].start >= shared:
                 stack.pop()
             if stack and shared < stack[-1].end:
@@ -117,9 +118,9 @@ class PrefixTree:
         return tree
 
     def insert(self, sequence: TokenSequence) -> int:
-        """Add one more sequence and return its number. Raises as from_sequences."""
+        """Add a sequence and return its index. Raises as ``from_sequences``."""
         index = len(self._last_run)
-        tokens = _as_tokens(sequence, index)
+        tokens = as_tokens(sequence, index)
         parent: _Run | None = None
         depth = 0
         while depth < len(tokens):
@@ -127,7 +128,7 @@ class PrefixTree:
             run = siblings.get(int(tokens[depth]))
             if run is None:
                 break
-            shared = _common_prefix(run.tokens, tokens[depth:])
+            shared = common_prefix(run.tokens, tokens[depth:])
             if shared < len(run.tokens):
                 parent = self._split(run, depth + shared)
                 depth += shared
@@ -228,7 +229,7 @@ class PrefixTree:
         return tuple(nodes)
 
     def path(self, sequence: int) -> list[int]:
-        """Node indices of a sequence, root first."""
+        """Return the node indices of a sequence, root first."""
         nodes = self.nodes
         path = [self._end_node[sequence]]
         while (parent := nodes[path[-1]].parent) >= 0:
@@ -239,11 +240,11 @@ class PrefixTree:
         return self._last_run[sequence].end
 
     def sequence(self, sequence: int) -> TokenArray:
-        """Tokens of a sequence, ``[length]``, put together from its path."""
+        """Return the tokens of a sequence, [length], joined from its path."""
         return np.concatenate([self.nodes[n].tokens for n in self.path(sequence)])
 
     def token_indices(self, sequence: int) -> NDArray[np.int64]:
-        """Where each token of a sequence lies among the tree tokens, ``[length]``."""
+        """Return the tree index of each token of a sequence, [length]."""
         nodes = (self.nodes[n] for n in self.path(sequence))
         return np.concatenate(
             [np.arange(n.first_token, n.first_token + n.num_tokens) for n in nodes]
@@ -276,7 +277,8 @@ class PrefixTree:
         assert total == self.num_sequence_tokens
 
 
-def _as_tokens(sequence: TokenSequence, index: int) -> TokenArray:
+def as_tokens(sequence: TokenSequence, index: int) -> TokenArray:
+    """Copy and check sequence ``index`` of a batch. Raises as ``from_sequences``."""
     array = np.asarray(sequence)
     if array.size == 0:
         raise ValueError(
@@ -299,11 +301,22 @@ def _as_tokens(sequence: TokenSequence, index: int) -> TokenArray:
     return tokens
 
 
-def _common_prefix(a: TokenArray, b: TokenArray) -> int:
-    """Length of the longest common prefix."""
+def common_prefix(a: NDArray[np.integer], b: NDArray[np.integer]) -> int:
+    """Return the length of the longest common prefix of two sequences."""
     n = min(len(a), len(b))
     # Most comparisons differ at once or not at all: look at one token first.
     if n == 0 or a[0] != b[0]:
         return 0
     differs = a[:n] != b[:n]
     return int(differs.argmax()) if differs.any() else n
+
+
+_Count = TypeVar("_Count", int, NDArray[np.int64])
+
+
+def attended_pairs(start: _Count, end: _Count) -> _Count:
+    """Return the (query, key) pairs of the tokens at depth [start, end).
+
+    The token at depth d attends to its path and itself, d + 1 keys.
+    """
+    return (end * (end + 1) - start * (start + 1)) // 2

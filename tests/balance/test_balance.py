@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from areal_dta.balance import partition
-from areal_dta.balance.bounds import min_makespan, min_total
+from areal_dta.balance.packing import min_makespan
 from areal_dta.balance.partition import MAX_IMBALANCE, MAX_TOTAL
 from areal_dta.balance.pricing import RangePrices, outputs_in_order
 from areal_dta.tree import LeafOrder, PrefixTree
+from tests.balance.bounds import min_total
 from tests.balance.shapes import PRICING, conversations
 
 TRAJECTORIES = Path(__file__).parents[2] / "../shared/data/tau2/trajectories.jsonl"

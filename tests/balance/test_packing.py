@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_dta.balance.bounds import min_makespan, min_total
-from areal_dta.balance.packing import packings
+from areal_dta.balance.packing import min_makespan, packings
 from areal_dta.balance.pricing import RangePrices, price_subsets
 from areal_dta.tree import LeafOrder
+from tests.balance.bounds import min_total
 from tests.balance.shapes import PRICING, conversations
 from tests.builders import batches
 
@@ -51,11 +51,11 @@ def test_a_branch_beyond_the_limit_repeats_the_path_to_its_cut():
     order = LeafOrder.from_arrays([150, 250, 350, 60], [0, 110, 210, 10])
     prices = priced(order)
     free = min_total(PRICING, order, prices, 2)
-    assert free == pytest.approx(prices.price(0, 4) + path(10))
+    assert free == pytest.approx(prices.price(0, 4) + PRICING.path(10))
     # the two deepest calls fit: the first is cut off where it leaves their path
     limit = prices.price(1, 3)
     cut = min_total(PRICING, order, prices, 2, limit)
-    assert cut == pytest.approx(free + path(110) - path(10))
+    assert cut == pytest.approx(free + PRICING.path(110) - PRICING.path(10))
     seconds, _ = price_subsets(
         PRICING, order, order.length_N, np.array([1, 0, 0, 1], np.int64), 2
     )
@@ -63,10 +63,6 @@ def test_a_branch_beyond_the_limit_repeats_the_path_to_its_cut():
     assert seconds.sum() == pytest.approx(cut)  # so the bound is reached
     alone = prices.price(2, 3)
     assert min_total(PRICING, order, prices, 2, alone * 0.99) == np.inf
-
-
-def path(num_tokens):
-    return float(PRICING.branches(np.array([num_tokens]), np.array([0]))[0])
 
 
 @settings(deadline=None)

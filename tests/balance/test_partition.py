@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_dta.balance import Pricing, micro_batches, minibatches, partition
+from areal_dta.balance import Pricing, minibatches, partition
 from areal_dta.balance.contiguous import contiguous_cuts
 from areal_dta.balance.first_fit import by_tokens, by_tree_tokens
 from areal_dta.balance.local_search import local_search
@@ -180,7 +180,7 @@ def check(plan, batch, num_ranks):
     whole = PrefixTree.from_sequences(batch)
     assert plan.num_repeated_tokens == total - whole.num_tree_tokens
     assert plan.num_sequence_tokens == whole.num_sequence_tokens
-    place = LeafOrder.from_tree(whole).positions_of(np.arange(len(batch)))
+    place = np.argsort(LeafOrder.from_tree(whole).sequence_N)
     for part, seconds in zip(plan.assignments, plan.predicted_seconds, strict=True):
         assert seconds == pytest.approx(by_hand([batch[i] for i in part]))
         positions = [int(place[i]) for i in part]
@@ -232,11 +232,6 @@ def test_nothing_to_do_and_fewer_sequences_than_ranks():
     assert sorted(s for part in plan.assignments for s in part) == [0, 1]
 
 
-def test_a_plan_knows_the_rank_of_each_sequence():
-    plan = partition(LeafOrder.from_sequences([[1, 2], [3, 4]]), 2, PRICING)
-    assert plan.rank_of() == {0: 0, 1: 1}
-
-
 def test_bad_arguments_are_refused():
     order = LeafOrder.from_sequences([[1], [2]])
     with pytest.raises(ValueError, match="num_ranks=0"):
@@ -266,7 +261,7 @@ def test_a_prompt_larger_than_a_share_is_split():
     assert len(set(by_tree_tokens(order, prompts, 4).tolist())) == 4
 
 
-# ---- minibatches and micro-batches
+# ---- minibatches
 
 
 @settings(deadline=None)
@@ -305,22 +300,6 @@ def test_one_minibatch_is_the_batch():
     assert minibatches(order, [0, 1, 2], 1, seed=0) == ((1, 2, 0),)
     with pytest.raises(ValueError, match="num_minibatches=0"):
         minibatches(order, None, 0, seed=0)
-
-
-@given(batches(), st.integers(1, 30))
-def test_micro_batches_keep_the_budget(batch, budget):
-    order, _ = in_order(batch)
-    runs = micro_batches(order, budget)
-    assert [s for run in runs for s in run] == order.sequence_N.tolist()
-    tokens = [
-        PrefixTree.from_sequences([batch[i] for i in run]).num_tree_tokens
-        for run in runs
-    ]
-    for run, num_tokens in zip(runs, tokens, strict=True):
-        assert num_tokens <= budget or len(run) == 1
-    for i in range(len(runs) - 1):  # no run could have taken the next sequence, too
-        more = [batch[s] for s in (*runs[i], runs[i + 1][0])]
-        assert PrefixTree.from_sequences(more).num_tree_tokens > budget
 
 
 def test_rows_are_put_in_order():

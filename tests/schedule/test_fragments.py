@@ -10,10 +10,49 @@ from areal_dta.tree import PrefixTree
 from tests.builders import batches, every_token, make_tree
 
 
+def check_cut(cut, tree):
+    """Assert every invariant of ``fragments``."""
+    covered = sum(s.num_tokens for s in cut.segments)
+    assert covered == cut.needed.num_computed_tokens
+    assert [s.index for s in cut.segments] == list(range(len(cut.segments)))
+    next_token = 0
+    for s in cut.segments:
+        assert s.num_tokens > 0 and s.first_token >= next_token
+        next_token = s.first_token + s.num_tokens
+        node = tree.nodes[s.node]
+        assert s.first_token - node.first_token == s.start - node.start
+        if s.parent >= 0:
+            above = cut.segments[s.parent]
+            assert above.index < s.index and above.end == s.start
+            nodes = tree.nodes
+            assert above.node == s.node or above.node == nodes[s.node].parent
+        else:
+            assert s.start == 0
+    seen = []
+    ending = list(cut.unread_sequences)
+    for i, f in enumerate(cut.fragments):
+        members = f.segments
+        assert f.index == i and list(members) == sorted(members)
+        assert f.num_tokens == sum(cut.segments[m].num_tokens for m in members)
+        assert 0 < f.num_tokens <= cut.block_tokens
+        assert f.parent < i
+        for m in members:
+            assert cut.segments[m].fragment == i
+            parent = cut.segments[m].parent
+            assert parent in members or parent == f.attach
+        if f.parent >= 0:
+            assert f.attach in cut.fragments[f.parent].trunk
+            assert i in cut.fragments[f.parent].children
+        seen += f.segments
+        ending += f.sequences
+    assert sorted(seen) == list(range(len(cut.segments)))
+    assert sorted(ending) == list(range(tree.num_sequences))
+
+
 def pieces(tree, block_tokens):
     """Each fragment as the texts of its segments."""
     cut = cut_tree(tree, block_tokens, every_token(tree))
-    cut.check(tree)
+    check_cut(cut, tree)
     out = []
     for f in cut.fragments:
         texts = []
@@ -77,7 +116,7 @@ def test_invariants_hold_on_random_trees(batch, block_tokens, data):
         )
     )
     cut = cut_tree(tree, block_tokens, needed)
-    cut.check(tree)
+    check_cut(cut, tree)
     for f in cut.fragments:
         for child in f.children:
             below = cut.fragments[child]

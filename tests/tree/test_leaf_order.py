@@ -22,7 +22,6 @@ def test_by_hand():
     assert order.length_N.tolist() == [2, 2, 3, 3, 2, 1]
     assert order.lcp_N.tolist() == [0, 2, 2, 2, 1, 0]
     assert order.num_tree_tokens == 6 and order.num_sequence_tokens == 13
-    assert order.positions_of([0, 3]).tolist() == [3, 5]
 
 
 def test_only_what_is_read_counts():
