@@ -1,10 +1,12 @@
 """Small trees and strategies that several test packages share."""
 
+import os.path
+
 import numpy as np
 from hypothesis import strategies as st
 
 from areal_dta.schedule import NeededOutputs
-from areal_dta.tree import PrefixTree
+from areal_dta.tree import LeafOrder, PrefixTree
 
 
 def make_tree(*words: str) -> PrefixTree:
@@ -19,6 +21,20 @@ def every_token(tree: PrefixTree) -> NeededOutputs:
     return NeededOutputs(
         needed.edge_T, output_T, tuple(node.num_tokens for node in tree.nodes)
     )
+
+
+def leaf_order(sequences, tie_break=None) -> LeafOrder:
+    """``LeafOrder.from_tree`` without a tree."""
+    ties = range(len(sequences)) if tie_break is None else tie_break
+    lists = [list(map(int, s)) for s in sequences]
+    order = sorted(range(len(lists)), key=lambda i: (lists[i], ties[i], i))
+    lcps = [
+        len(os.path.commonprefix([lists[a], lists[b]]))
+        for a, b in zip(order, order[1:], strict=False)
+    ]
+    lengths = np.array([len(lists[i]) for i in order], np.int64)
+    lcp_N = np.array([0, *lcps][: len(order)], np.int64)
+    return LeafOrder(np.array(order, np.int64), lengths, lcp_N)
 
 
 def random_batch(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -38,18 +39,11 @@ class BlockFeatures:
         sums = (a + b for a, b in zip(self.as_tuple(), other.as_tuple(), strict=True))
         return BlockFeatures(*sums)
 
-    def as_tuple(self) -> tuple[float, float, float, float, float, float]:
-        return (
-            self.num_blocks,
-            self.num_grad_tokens,
-            self.num_no_grad_tokens,
-            self.num_pairs,
-            self.num_outputs,
-            self.num_loss_tokens,
-        )
+    def as_tuple(self) -> tuple[float, ...]:
+        return dataclasses.astuple(self)
 
 
-NUM_FEATURES = 6
+NUM_FEATURES = len(dataclasses.fields(BlockFeatures))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_dta.tree.prefix_tree import (
-    PrefixTree,
-    TokenSequence,
-    as_tokens,
-    common_prefix,
-)
+from areal_dta.tree.prefix_tree import PrefixTree
 
 IntArray = NDArray[np.int64]
 
@@ -98,30 +93,6 @@ class LeafOrder:
         fork = range_min(start, at[differs] + 1, at[differs + 1] + 1)
         lcp[differs + 1] = np.minimum(lcp[differs + 1], fork)
         return cls(order.astype(np.int64), length, lcp)
-
-    @classmethod
-    def from_sequences(
-        cls,
-        sequences: Sequence[TokenSequence],
-        tie_break: Sequence[int] | IntArray | None = None,
-    ) -> LeafOrder:
-        """Order sequences without building a tree: one sort and O(tokens).
-
-        Raises:
-            ValueError: as ``PrefixTree.from_sequences``.
-        """
-        arrays = [as_tokens(s, i) for i, s in enumerate(sequences)]
-        n = len(arrays)
-        ties = np.arange(n) if tie_break is None else _column("tie_break", tie_break, n)
-        largest = max((int(a.max()) for a in arrays), default=0)
-        big_endian = ">u4" if largest < 2**32 else ">u8"  # bytes sort as the ids do
-        keys = [a.astype(big_endian).tobytes() for a in arrays]
-        order = sorted(range(n), key=lambda i: (keys[i], int(ties[i]), i))
-        lcp = np.zeros(n, np.int64)
-        for k in range(1, n):
-            lcp[k] = common_prefix(arrays[order[k - 1]], arrays[order[k]])
-        length = np.array([len(arrays[i]) for i in order], np.int64)
-        return cls(np.array(order, np.int64), length, lcp)
 
     @classmethod
     def from_arrays(

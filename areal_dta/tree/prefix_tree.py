@@ -4,7 +4,7 @@ The tree is a *forest* without an artificial root: sequences that share no first
 token start separate roots. Node order is canonical (depth first, siblings by first
 token): it depends on the sequences, not on the order in which they arrived.
 
-Invariants (``PrefixTree.check``; tests/tree/test_prefix_tree.py):
+Invariants (``check_tree`` in tests/tree/test_prefix_tree.py):
   * no node is empty; siblings start with different tokens;
   * a node has several children or ends at least one sequence;
   * the tokens along the path of sequence i are exactly sequence i.
@@ -94,7 +94,7 @@ class PrefixTree:
             ValueError: a sequence is empty, not 1-D, not integer, or holds a negative
                 id; the message names it.
         """
-        arrays = [as_tokens(s, i) for i, s in enumerate(sequences)]
+        arrays = [_as_tokens(s, i) for i, s in enumerate(sequences)]
         tree = cls()
         tree._last_run = [None] * len(arrays)  # type: ignore[list-item]
         # In sorted order a sequence leaves its left neighbour's path only upwards, so
@@ -120,7 +120,7 @@ class PrefixTree:
     def insert(self, sequence: TokenSequence) -> int:
         """Add a sequence and return its index. Raises as ``from_sequences``."""
         index = len(self._last_run)
-        tokens = as_tokens(sequence, index)
+        tokens = _as_tokens(sequence, index)
         parent: _Run | None = None
         depth = 0
         while depth < len(tokens):
@@ -250,34 +250,8 @@ class PrefixTree:
             [np.arange(n.first_token, n.first_token + n.num_tokens) for n in nodes]
         )
 
-    def check(self) -> None:
-        """Assert every invariant of the structure; O(sequence tokens)."""
-        nodes = self.nodes
-        assert sum(n.num_tokens for n in nodes) == self.num_tree_tokens
-        assert sum(len(n.sequences) for n in nodes) == self.num_sequences
-        for i, node in enumerate(nodes):
-            assert node.index == i and node.num_tokens > 0
-            assert len(node.children) > 1 or node.sequences, f"node {i} is no fork"
-            first = [int(nodes[c].tokens[0]) for c in node.children]
-            assert first == sorted(set(first)), f"children of node {i}: {first}"
-            assert all(nodes[c].parent == i for c in node.children)
-            assert all(nodes[c].start == node.end for c in node.children)
-            if node.parent < 0:
-                assert node.start == 0
-            else:
-                assert node.parent < i and i in nodes[node.parent].children
-        roots = [int(n.tokens[0]) for n in nodes if n.parent < 0]
-        assert roots == sorted(set(roots))
-        total = 0
-        for s in range(self.num_sequences):
-            tokens = self.sequence(s)
-            assert len(tokens) == self.sequence_length(s)
-            assert s in nodes[self.path(s)[-1]].sequences
-            total += len(tokens)
-        assert total == self.num_sequence_tokens
 
-
-def as_tokens(sequence: TokenSequence, index: int) -> TokenArray:
+def _as_tokens(sequence: TokenSequence, index: int) -> TokenArray:
     """Copy and check sequence ``index`` of a batch. Raises as ``from_sequences``."""
     array = np.asarray(sequence)
     if array.size == 0:

@@ -12,7 +12,7 @@ from areal_dta.balance.pricing import RangePrices, price_subsets
 from areal_dta.tree import LeafOrder
 from tests.balance.bounds import min_total
 from tests.balance.shapes import PRICING, conversations
-from tests.builders import batches
+from tests.builders import batches, leaf_order
 
 
 def priced(order):
@@ -30,7 +30,7 @@ def all_partitions(order, num_ranks):
 @settings(max_examples=40)
 @given(batches(max_sequences=6), st.integers(1, 3), st.floats(0.3, 1.1))
 def test_no_partition_is_below_the_bounds(batch, num_ranks, share):
-    order = LeafOrder.from_sequences(batch)
+    order = leaf_order(batch)
     prices = priced(order)
     least = min_makespan(PRICING, order, prices, num_ranks)
     limit = prices.price(0, len(order)) * share
@@ -68,7 +68,7 @@ def test_a_branch_beyond_the_limit_repeats_the_path_to_its_cut():
 @settings(deadline=None)
 @given(batches(), st.integers(1, 5))
 def test_packings_give_each_sequence_a_rank(batch, num_ranks):
-    order = LeafOrder.from_sequences(batch)
+    order = leaf_order(batch)
     made = list(packings(PRICING, order, priced(order), num_ranks))
     assert bool(made) == bool(batch)
     for rank_N in made:

@@ -17,7 +17,7 @@ from areal_dta.schedule import NeededOutputs, build_schedule
 from areal_dta.schedule.block_features import FORWARD, TRAINING
 from areal_dta.tree import LeafOrder, PrefixTree
 from tests.balance.shapes import COST, PRICING, conversations
-from tests.builders import batches
+from tests.builders import batches, leaf_order
 
 
 def pairs_of(tree):
@@ -36,7 +36,7 @@ def by_hand(batch, pricing=PRICING):
 
 
 def in_order(batch):
-    order = LeafOrder.from_sequences(batch)
+    order = leaf_order(batch)
     return order, [batch[i] for i in order.sequence_N]
 
 
@@ -192,16 +192,14 @@ def check(plan, batch, num_ranks):
 @settings(deadline=None)
 @given(batches(), st.integers(1, 5))
 def test_every_sequence_is_given_to_one_rank(batch, num_ranks):
-    check(
-        partition(LeafOrder.from_sequences(batch), num_ranks, PRICING), batch, num_ranks
-    )
+    check(partition(leaf_order(batch), num_ranks, PRICING), batch, num_ranks)
 
 
 @settings(deadline=None)
 @given(batches(), st.integers(1, 4), st.sampled_from(METHODS), st.data())
 def test_so_does_each_method(batch, num_ranks, method, data):
     groups = [data.draw(st.integers(-3, 3)) for _ in batch]
-    order = LeafOrder.from_sequences(batch)
+    order = leaf_order(batch)
     plan = partition(order, num_ranks, PRICING, groups=groups, methods=[method])
     check(plan, batch, num_ranks)
     assert plan.method == method and len(plan.candidates) == 1
@@ -211,7 +209,7 @@ def test_so_does_each_method(batch, num_ranks, method, data):
 @given(batches(), st.integers(1, 4), st.integers(0, 99))
 def test_the_order_of_arrival_does_not_matter(batch, num_ranks, seed):
     def contents(sequences):
-        plan = partition(LeafOrder.from_sequences(sequences), num_ranks, PRICING)
+        plan = partition(leaf_order(sequences), num_ranks, PRICING)
         return [[tuple(sequences[i]) for i in part] for part in plan.assignments], plan
 
     shuffled = [batch[i] for i in np.random.default_rng(seed).permutation(len(batch))]
@@ -225,7 +223,7 @@ def test_nothing_to_do_and_fewer_sequences_than_ranks():
     empty = partition(LeafOrder.from_arrays([], []), 3, PRICING)
     assert empty.assignments == ((), (), ()) and empty.imbalance == 1.0
     assert empty.makespan_seconds == 0
-    two = partition(LeafOrder.from_sequences([[1, 2], [3]]), 4, PRICING)
+    two = partition(leaf_order([[1, 2], [3]]), 4, PRICING)
     assert sorted(map(len, two.assignments)) == [0, 0, 1, 1]
     unread = LeafOrder.from_tree(PrefixTree.from_sequences([[1], [2]]), [0, 0])
     plan = partition(unread, 2, PRICING, num_outputs=[0, 0])
@@ -233,7 +231,7 @@ def test_nothing_to_do_and_fewer_sequences_than_ranks():
 
 
 def test_bad_arguments_are_refused():
-    order = LeafOrder.from_sequences([[1], [2]])
+    order = leaf_order([[1], [2]])
     with pytest.raises(ValueError, match="num_ranks=0"):
         partition(order, 0, PRICING)
     with pytest.raises(ValueError, match="methods"):
@@ -268,7 +266,7 @@ def test_a_prompt_larger_than_a_share_is_split():
 @given(batches(), st.integers(1, 4), st.integers(0, 9), st.data())
 def test_minibatches_hold_whole_prompts(batch, num_minibatches, seed, data):
     groups = [data.draw(st.integers(0, 4)) for _ in batch]
-    order = LeafOrder.from_sequences(batch)
+    order = leaf_order(batch)
     parts = minibatches(order, groups, num_minibatches, seed)
     num_groups = len(set(groups))
     assert len(parts) == max(1, min(num_minibatches, num_groups))
@@ -286,7 +284,7 @@ def test_minibatches_are_shuffled_by_the_seed_and_not_by_arrival():
 
     def contents(permutation, seed):
         sequences = [batch[i] for i in permutation]
-        order = LeafOrder.from_sequences(sequences)
+        order = leaf_order(sequences)
         parts = minibatches(order, [groups[i] for i in permutation], 3, seed)
         return [[sequences[s] for s in part] for part in parts]
 
@@ -296,14 +294,14 @@ def test_minibatches_are_shuffled_by_the_seed_and_not_by_arrival():
 
 
 def test_one_minibatch_is_the_batch():
-    order = LeafOrder.from_sequences([[3], [1], [2]])
+    order = leaf_order([[3], [1], [2]])
     assert minibatches(order, [0, 1, 2], 1, seed=0) == ((1, 2, 0),)
     with pytest.raises(ValueError, match="num_minibatches=0"):
         minibatches(order, None, 0, seed=0)
 
 
 def test_rows_are_put_in_order():
-    order = LeafOrder.from_sequences([[2, 2], [1]])
+    order = leaf_order([[2, 2], [1]])
     assert outputs_in_order(order, [7, 5]).tolist() == [5, 7]
     assert outputs_in_order(order, None).tolist() == [1, 2]
     assert {TRAINING, FORWARD} == {"training", "forward"}

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_dta.tree import PrefixTree
-from areal_dta.tree.leaf_order import LeafOrder
 from areal_dta.tree.prefix_forest import PrefixForest
+from tests.builders import leaf_order
 
 SEQUENCES = st.lists(
     st.lists(st.integers(0, 3), min_size=1, max_size=8), min_size=1, max_size=12
@@ -62,7 +62,7 @@ def test_the_order_of_some_groups_is_that_of_their_own_tree(sequences, data):
     groups = sorted(data.draw(st.sets(numbers, min_size=1)))
     owners, order = forest.order(groups)
     chosen = [sequences[g] for g in groups]
-    expected = LeafOrder.from_sequences(chosen)
+    expected = leaf_order(chosen)
     assert [groups[i] for i in expected.sequence_N] == [g for g, _ in owners]
     assert order.length_N.tolist() == expected.length_N.tolist()
     assert order.lcp_N.tolist() == expected.lcp_N.tolist()

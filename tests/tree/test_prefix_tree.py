@@ -11,6 +11,33 @@ def text(tree: PrefixTree) -> list[str]:
     return ["".join(map(chr, node.tokens)) for node in tree.nodes]
 
 
+def check_tree(tree):
+    """Assert every invariant of ``prefix_tree``."""
+    nodes = tree.nodes
+    assert sum(n.num_tokens for n in nodes) == tree.num_tree_tokens
+    assert sum(len(n.sequences) for n in nodes) == tree.num_sequences
+    for i, node in enumerate(nodes):
+        assert node.index == i and node.num_tokens > 0
+        assert len(node.children) > 1 or node.sequences, f"node {i} is no fork"
+        first = [int(nodes[c].tokens[0]) for c in node.children]
+        assert first == sorted(set(first)), f"children of node {i}: {first}"
+        assert all(nodes[c].parent == i for c in node.children)
+        assert all(nodes[c].start == node.end for c in node.children)
+        if node.parent < 0:
+            assert node.start == 0
+        else:
+            assert node.parent < i and i in nodes[node.parent].children
+    roots = [int(n.tokens[0]) for n in nodes if n.parent < 0]
+    assert roots == sorted(set(roots))
+    total = 0
+    for s in range(tree.num_sequences):
+        tokens = tree.sequence(s)
+        assert len(tokens) == tree.sequence_length(s)
+        assert s in nodes[tree.path(s)[-1]].sequences
+        total += len(tokens)
+    assert total == tree.num_sequence_tokens
+
+
 def test_nodes_paths_and_counts():
     tree = make_tree("abd", "ab", "ac", "abd", "x")
     assert text(tree) == ["a", "b", "d", "c", "x"]
@@ -30,7 +57,7 @@ def test_nodes_paths_and_counts():
     assert tree.sharing_ratio == 11 / 5
     assert tree.max_depth == 3
     assert tree.token_indices(2).tolist() == [0, 3]
-    tree.check()
+    check_tree(tree)
 
 
 def test_long_run_is_one_node():
@@ -42,7 +69,7 @@ def test_empty_list_is_an_empty_tree():
     tree = PrefixTree.from_sequences([])
     assert (tree.num_sequences, tree.num_tree_tokens, tree.nodes) == (0, 0, ())
     assert tree.sharing_ratio == 1.0 and tree.max_depth == 0
-    tree.check()
+    check_tree(tree)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +87,7 @@ def test_bad_sequences_are_named(bad, message):
     tree = make_tree("a")
     with pytest.raises(ValueError, match=message):
         tree.insert(bad)
-    tree.check()
+    check_tree(tree)
     assert tree.num_sequences == 1
 
 
@@ -75,7 +102,7 @@ def test_caller_may_reuse_its_buffer():
 @given(batches(14, 9), st.randoms(use_true_random=False))
 def test_batch_and_incremental_builds_agree_in_any_order(batch, random):
     tree = PrefixTree.from_sequences(batch)
-    tree.check()
+    check_tree(tree)
     assert [tree.sequence(i).tolist() for i in range(len(batch))] == batch
     prefixes = {tuple(s[: k + 1]) for s in batch for k in range(len(s))}
     assert tree.num_tree_tokens == len(prefixes)
@@ -85,7 +112,7 @@ def test_batch_and_incremental_builds_agree_in_any_order(batch, random):
     grown = PrefixTree()
     for i in order:
         grown.insert(batch[i])
-    grown.check()
+    check_tree(grown)
     assert text(grown) == text(tree)
     assert [grown.path(k) for k in range(len(batch))] == [tree.path(i) for i in order]
 
@@ -95,13 +122,13 @@ def test_insertion_after_the_view_was_made():
     assert text(tree) == ["abc"]
     assert tree.insert([ord("a"), ord("z")]) == 1
     assert text(tree) == ["a", "bc", "z"]
-    tree.check()
+    check_tree(tree)
 
 
 def test_large_ids_sort_by_value_not_by_byte():
     tree = PrefixTree.from_sequences([[256, 1], [1, 7], [2**40, 3], [256, 2]])
     assert [int(n.tokens[0]) for n in tree.nodes] == [1, 256, 1, 2, 2**40]
-    tree.check()
+    check_tree(tree)
 
 
 def test_deep_chain_of_prefixes_needs_no_recursion():
