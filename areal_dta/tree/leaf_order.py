@@ -180,8 +180,9 @@ class RangeMin:
     def __call__(self, start_K: IntArray, end_K: IntArray) -> IntArray:
         """Return the minimum of each non-empty range, [K]."""
         level = np.frexp((end_K - start_K).astype(np.float64))[1] - 1  # floor of log2
-        left = self._levels[level, start_K]
-        return np.minimum(left, self._levels[level, end_K - (1 << level)])
+        left, right = self._levels[level, start_K], self._levels[level, end_K - 2**level]
+        smallest: IntArray = np.minimum(left, right)
+        return smallest
 
 
 def range_min(values_N: IntArray, start_K: IntArray, end_K: IntArray) -> IntArray:
