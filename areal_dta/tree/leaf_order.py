@@ -180,7 +180,8 @@ class RangeMin:
     def __call__(self, start_K: IntArray, end_K: IntArray) -> IntArray:
         """Return the minimum of each non-empty range, [K]."""
         level = np.frexp((end_K - start_K).astype(np.float64))[1] - 1  # floor of log2
-        left, right = self._levels[level, start_K], self._levels[level, end_K - 2**level]
+        left = self._levels[level, start_K]
+        right = self._levels[level, end_K - 2**level]
         smallest: IntArray = np.minimum(left, right)
         return smallest
 
