@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_dta.tree.leaf_order import LeafOrder
+from areal_dta.tree.prefix_tree import attended_pairs, common_prefix
 
 Owner = tuple[int, int]
 """(id of the group of trajectories, row in it). Also the order of equal sequences."""
@@ -61,7 +62,7 @@ class _Leaf:
             1,
             length,
             length - shared,
-            (length * (length + 1) - shared * (shared + 1)) // 2,
+            attended_pairs(shared, length),
             len(self.needed_outputs) - int(self.needed_outputs.searchsorted(shared)),
         )
 
@@ -106,9 +107,9 @@ class PrefixForest:
         key = (tokens.astype(">u4").tobytes(), owner)
         leaf = _Leaf(key, needed_outputs.astype(np.int32))
         at = bisect_left(self._keys, key)
-        shared = _common_prefix(self._leaves[at - 1], leaf) if at else 0
+        shared = common_prefix(self._leaves[at - 1].tokens, leaf.tokens) if at else 0
         if at < len(self._leaves):  # the right neighbour has a new left one
-            self._set_shared(at, _common_prefix(leaf, self._leaves[at]))
+            self._set_shared(at, common_prefix(leaf.tokens, self._leaves[at].tokens))
         self._count(leaf, shared, 1)
         self._leaves.insert(at, leaf)
         self._keys.insert(at, key)
@@ -171,10 +172,3 @@ class PrefixForest:
             self._total[i] += sign * count
         if not tree[0]:
             del self._trees[root]
-
-
-def _common_prefix(a: _Leaf, b: _Leaf) -> int:
-    n = min(a.num_tokens, b.num_tokens)
-    differs = a.tokens[:n] != b.tokens[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
