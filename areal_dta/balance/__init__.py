@@ -4,8 +4,6 @@
 * ``contiguous``, ``packing``, ``first_fit``: candidates; ``local_search``: moves.
 * ``cost_model``: seconds of blocks, learned; ``pricing``: seconds of sets of sequences.
 * ``minibatches``: whole prompts per optimizer step.
-
-The search constants and the measurements behind them: docs/knobs.md.
 """
 
 from areal_dta.balance.cost_model import CostModel

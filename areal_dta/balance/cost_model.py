@@ -9,7 +9,7 @@ non-negative least squares on relative errors, with three additions:
     Cauchy's weights.
   * Levels: the machine's speed may change. Runs of blocks at another speed than the
     newest run are scaled to it, so that old blocks still tell the shape of the cost.
-Invariants: tests/balance/test_cost_model.py; the constants: docs/knobs.md.
+Invariants: tests/balance/test_cost_model.py.
 """
 
 from __future__ import annotations
