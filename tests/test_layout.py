@@ -51,7 +51,7 @@ LIGHT = {
     "areal_dta.executor": "areal ray hydra",
     "areal_dta.engine.model_checks": "torch areal transformers",
     "areal_dta.rollout_server.server": "torch areal",
-    "areal_dta.rollout_server.build": "areal",
+    "areal_dta.rollout_server.app": "areal",
     "areal_dta.embedded": "torch areal transformers numpy",
     "areal_dta.launch, areal_dta.processes.supervisor": "torch areal matplotlib",
 }

@@ -36,7 +36,7 @@ from areal_dta.config.engine_sections import (
     DTATrainEngineConfig,
 )
 from areal_dta.config.errors import ConfigError, did_you_mean, one_line
-from areal_dta.rollout_server import LocalServerConfig
+from areal_dta.config.server_options import LocalServerConfig
 
 ALGORITHMS: Final = ("ppo", "sft", "dpo", "rw")
 """``ppo`` stands for all that learn from rollouts: GRPO, PPO, GSPO, SAPO, ..."""

@@ -1,11 +1,11 @@
-"""How AReaL starts, reaches and ends the local rollout server.
+"""AReaL's side of the local rollout server: start, requests, health, end.
 
 AReaL's `RolloutController` creates a `LocalEngine` in each rollout worker; the worker
 launches one server and is its only client. Everything AReaL does with SGLang (requests,
 interruption, weight updates from disk) goes on unchanged through `SGLangBackend`.
 
 AReaL would serve on this machine's outward address. A worker and its server share a
-machine, so loopback is enough, and is used even in runs over several machines. Only if
+machine, so loopback suffices, even in runs over several machines. Only if
 workers elsewhere must reach a server (evaluation workers or agent proxies that Ray
 placed on another machine) set `host=auto allow_remote=true`.
 """
@@ -13,6 +13,7 @@ placed on another machine) set `host=auto allow_remote=true`.
 import os
 import subprocess
 import time
+from dataclasses import asdict
 from typing import Any
 
 import ray
@@ -24,11 +25,11 @@ from areal.engine.sglang_remote import RemoteSGLangEngine, SGLangBackend
 from areal.infra import RemoteInfEngine, RolloutController
 from areal.utils.network import find_free_ports, format_hostport, gethostip
 
-from areal_dta.rollout_server.config import (
-    AUTO_HOST,
+from areal_dta.config.server_options import LocalServerConfig
+from areal_dta.rollout_server.server import (
     EXIT_PORT_IN_USE,
-    LocalServerConfig,
     build_command,
+    parse_options,
 )
 
 _PORT_ATTEMPTS = 3
@@ -50,7 +51,7 @@ class ServerExitedError(RuntimeError):
 
 
 class LocalBackend(SGLangBackend):
-    """SGLang's requests, and this package's server process."""
+    """Backend with SGLang's requests and this package's server process."""
 
     def build_generation_request(
         self, req: ModelRequest, with_lora: bool, version: int
@@ -77,7 +78,7 @@ class LocalBackend(SGLangBackend):
         Raises:
             ValueError: `server_args` are not those of a `LocalServerConfig`, or wrong.
         """
-        config = LocalServerConfig.from_args(server_args)
+        config = parse_options(server_args)
         config.validate()
         env = {
             **os.environ,
@@ -100,8 +101,8 @@ class LocalInfEngine(RemoteInfEngine):
             ServerExitedError: the server ended instead.
             TimeoutError: it was not ready within `config.setup_timeout` seconds.
         """
-        config = LocalServerConfig.from_args(server_args)
-        if config.host == AUTO_HOST:
+        config = parse_options(server_args)
+        if config.host == "auto":
             config.host = gethostip()
         fixed_port = config.port
         for attempt in range(_PORT_ATTEMPTS):
@@ -115,7 +116,7 @@ class LocalInfEngine(RemoteInfEngine):
         raise AssertionError("unreachable")
 
     def check_health(self, base_url: str) -> bool:
-        """As AReaL's, but without proxies, which environment variables may name."""
+        """Ask the server itself, past proxies that environment variables may name."""
         request = self.backend.get_health_check_request()
         try:
             return self._get(f"{base_url}{request.endpoint}").status_code == 200
@@ -129,7 +130,7 @@ class LocalInfEngine(RemoteInfEngine):
             return session.get(url, timeout=_HEALTH_TIMEOUT_SECONDS)
 
     def _is_ready(self, base_url: str, process: subprocess.Popen[bytes] | None) -> bool:
-        """Healthy, and the process that was started (another may have its port)."""
+        """Return whether it is healthy, and is `process`: another may have its port."""
         if not self.check_health(base_url):
             return False
         if process is None:
@@ -141,7 +142,7 @@ class LocalInfEngine(RemoteInfEngine):
             return False
 
     def _launch_once(self, config: LocalServerConfig) -> LocalInfServerInfo:
-        process = self.backend.launch_server(config.build_args())
+        process = self.backend.launch_server(asdict(config))
         host = gethostip() if config.host in _WILDCARD_HOSTS else config.host
         info = LocalInfServerInfo(host=host, port=config.port, process=process)
         try:

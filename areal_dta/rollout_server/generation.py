@@ -4,12 +4,13 @@ Requests join and leave between any two steps. A newcomer's prompt, but for its 
 token, is prefilled (equal prompts once: GRPO sends every prompt n_samples times) and
 copied into the running cache; its last token then takes part in the next decode step
 like everybody else's newest token. One step is one forward of [rows, 1] and one draw
-a row, so pausing between steps is pausing within a token.
+per row, so pausing between steps is pausing within a token.
 
-Nothing here knows of threads or HTTP: `worker.py` owns a `BatchGenerator` and is the
-only one to call it.
+Nothing here knows of threads or HTTP: `generation_thread.py` owns a `BatchGenerator`
+and is the only one to call it.
 """
 
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -34,14 +35,14 @@ class GenerationError(RuntimeError):
 
 
 class Decoder(Protocol):
-    """What stop strings need of a tokenizer."""
+    """The part of a tokenizer that stop strings need."""
 
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationTask:
-    """What to generate, with everything resolved against the model."""
+    """One request, with everything resolved against the model."""
 
     prompt: tuple[int, ...]
     sampling: RowSampling
@@ -50,7 +51,7 @@ class GenerationTask:
     stop_token_ids: frozenset[int]
     stop_strings: tuple[str, ...]
     seed: int | str
-    #: Also return the logprobs of the prompt's tokens behind this position.
+    #: Also return the logprobs of the prompt's tokens after this position.
     prompt_logprobs_from: int | None = None
 
 
@@ -61,7 +62,7 @@ class Answer:
     task: GenerationTask
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    #: Of prompt[from + 1:], at temperature 1.
+    #: Logprobs of prompt[from + 1:], at temperature 1.
     prompt_logprobs: list[float] | None = None
     finish: FinishReason | None = None
     error: str | None = None
@@ -116,11 +117,13 @@ class BatchGenerator:
         return self._rows
 
     def num_admissible(self, waiting: Sequence[Answer]) -> int:
-        """How many of the first waiting requests fit into the batch now.
+        """Return how many of the first waiting requests fit into the batch now.
 
         Room is set aside for the longest possible answer, so that no step ever finds
         the cache full. A lone request always fits.
         """
+        # All rows share one right edge, so a batch takes rows x (edge + longest
+        # answer) columns; a newcomer may push the edge and the answer further out.
         edge = self._cache.edge if self._cache is not None and self._rows else 0
         ahead = max((row.num_remaining for row in self._rows), default=0)
         count = 0
@@ -143,13 +146,18 @@ class BatchGenerator:
             Exception: whatever the model raised. Requests that are not in `rows` then
                 were not admitted; the others are not affected.
         """
+        # Scores of a prompt need its logits, which the prefill leaves out.
         for answer in answers:
             if answer.task.prompt_logprobs_from is not None:
                 answer.prompt_logprobs = self._score_prompt(answer.task)
         for group in self._split_prefill(answers):
+            # Prefill each distinct prompt once, without its last token, which is the
+            # input of the row's first decode step.
             prefixes = [answer.task.prompt[:-1] for answer in group]
             distinct = {prefix: i for i, prefix in enumerate(dict.fromkeys(prefixes))}
             prefill = self._prefill(list(distinct))
+            # Copy the prefill to every row; only now are the rows part of the batch,
+            # so that a failed forward leaves no row half admitted.
             if self._cache is None:
                 self._cache = RowCache(prefill)
             self._cache.insert(
@@ -167,6 +175,7 @@ class BatchGenerator:
         Raises:
             Exception: whatever the model raised; call `clear` before going on.
         """
+        # Reserve the column of the new tokens, and mask what lies before a row's start.
         assert self._rows and self._cache is not None
         cache, device = self._cache, self.model.device
         cache.reserve_column()
@@ -174,6 +183,8 @@ class BatchGenerator:
         mask = None
         if any(cache.starts):
             mask = torch.arange(cache.edge + 1, device=device) >= starts
+
+        # One forward over every row's newest token.
         logits = self.model(
             input_ids=torch.tensor(
                 [[row.newest_token] for row in self._rows], device=device
@@ -185,6 +196,8 @@ class BatchGenerator:
             logits_to_keep=1,
         ).logits[:, -1]
         cache.advance()
+
+        # Draw one token per row. Until min_new_tokens a row may not draw what stops it.
         if self._sampling is None:
             self._sampling = BatchSampling.build(
                 [row.task.sampling for row in self._rows], self._vocab_size, device
@@ -199,6 +212,8 @@ class BatchGenerator:
                 if len(row.tokens) < row.task.min_new_tokens and row.task.stop_token_ids
             ],
         )
+
+        # Append the tokens, and take finished rows out of the batch.
         done = []
         for i, row in enumerate(self._rows):
             self._append(row, tokens[i], logprobs[i])
@@ -208,7 +223,7 @@ class BatchGenerator:
 
     @torch.inference_mode()
     def abort_all(self) -> list[Answer]:
-        """Stop all rows where they are, and return them with their partial answers."""
+        """Stop all rows, and return them with their partial answers."""
         for row in self._rows:
             row.abort()
         return self._remove(range(len(self._rows)))
@@ -220,14 +235,14 @@ class BatchGenerator:
         self._remove([i for i, row in enumerate(self._rows) if id(row) in dropped])
 
     def clear(self) -> list[Answer]:
-        """Forget all rows and free the cache; returns the rows as they are."""
+        """Forget all rows, free the cache, and return the rows as they are."""
         rows, self._rows = self._rows, []
         self._cache = None
         self._sampling = None
         return rows
 
     def decoder(self) -> Decoder:
-        """The tokenizer, loaded when it is first needed.
+        """Return the tokenizer, which is loaded on first use.
 
         Raises:
             ValueError: there is none.
@@ -253,7 +268,9 @@ class BatchGenerator:
         return removed
 
     def _split_prefill(self, answers: Sequence[Answer]) -> list[list[Answer]]:
-        """Groups whose padded distinct prompts stay below `max_prefill_tokens`."""
+        """Split into groups whose padded prompts stay below `max_prefill_tokens`."""
+        # Shortest first, so that prompts of one group are about equally long; equal
+        # prompts count once.
         groups: list[list[Answer]] = []
         distinct: set[tuple[int, ...]] = set()
         longest = 0
@@ -269,9 +286,9 @@ class BatchGenerator:
         return groups
 
     def _prefill(self, prefixes: list[tuple[int, ...]]) -> DynamicCache:
-        """Keys and values [U, H, longest, D]; each prompt left-aligned.
+        """Compute keys and values [U, H, longest, D]; each prompt is left-aligned.
 
-        Padding stands on the right, where causal attention ignores it, so no mask is
+        The padding is on the right, where causal attention ignores it, so no mask is
         needed. It repeats the prompt's last token: attention kernels multiply what
         they ignore by zero, so it must be finite where the prompt is. Empty prefixes
         get a throw-away column.
@@ -288,7 +305,7 @@ class BatchGenerator:
         return cache
 
     def _score_prompt(self, task: GenerationTask) -> list[float]:
-        """Logprobs of prompt[from + 1:], each given everything before it."""
+        """Return the logprobs of prompt[from + 1:], each given everything before it."""
         assert task.prompt_logprobs_from is not None
         tokens = torch.tensor([task.prompt], device=self.model.device)
         labels = tokens[0, task.prompt_logprobs_from + 1 :]
@@ -297,6 +314,7 @@ class BatchGenerator:
         logits = self.model(
             input_ids=tokens, use_cache=False, logits_to_keep=len(labels) + 1
         ).logits[0, :-1]
+        # In chunks: fp32 logprobs of a whole prompt would be the largest tensor here.
         logprobs: list[float] = []
         for first in range(0, len(labels), _LOGPROB_CHUNK):
             chunk = slice(first, first + _LOGPROB_CHUNK)
@@ -307,7 +325,7 @@ class BatchGenerator:
         return logprobs
 
     def _append(self, row: Answer, token: int, logprob: float) -> None:
-        if logprob != logprob:
+        if math.isnan(logprob):  # says that nothing could be drawn
             row.error = (
                 "no token could be drawn: the model's logits are not finite, or "
                 "min_new_tokens forbids every token."
@@ -316,6 +334,7 @@ class BatchGenerator:
         row.tokens.append(token)
         row.logprobs.append(logprob)
         task = row.task
+        # A stop counts before the length: the last token may be both.
         if len(row.tokens) >= task.min_new_tokens:
             if token in task.stop_token_ids:
                 row.finish = FinishReason("stop", token)
@@ -330,7 +349,7 @@ class BatchGenerator:
         if not row.task.stop_strings:
             return None
         # A token holds at least one byte of text, so this tail holds any match that
-        # ends in the newest token.
+        # ends in the newest token. The margin is a character of up to four bytes.
         window = max(len(text.encode()) for text in row.task.stop_strings) + 4
         text = self.decoder().decode(row.tokens[-window:], skip_special_tokens=False)
         return next((stop for stop in row.task.stop_strings if stop in text), None)

@@ -30,21 +30,21 @@ MEMORY_RELEASED = "memory released"
 
 
 class QueueFullError(RuntimeError):
-    """More requests wait than the server accepts."""
+    """The queue holds `max_queued_requests` already."""
 
 
-class WorkerDeadError(RuntimeError):
+class ThreadDeadError(RuntimeError):
     """The generation thread has ended; nothing will be generated any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerStats:
+class ThreadStats:
     num_running: int
     num_waiting: int
     holds: tuple[str, ...]
 
 
-class GenerationWorker:
+class GenerationThread:
     """Runs a `BatchGenerator` in a thread of its own."""
 
     def __init__(self, generator: BatchGenerator, max_queued_requests: int) -> None:
@@ -67,7 +67,7 @@ class GenerationWorker:
         self._thread.start()
 
     def stop(self, timeout_seconds: float) -> None:
-        """Fail everything and end the thread; wait for that no longer than this."""
+        """Fail every request and end the thread, waiting at most `timeout_seconds`."""
         with self._wakeup:
             self._stopping = True
             self._wakeup.notify()
@@ -78,9 +78,9 @@ class GenerationWorker:
         """Whether requests will be answered."""
         return self._dead is None and self._thread.is_alive()
 
-    def stats(self) -> WorkerStats:
+    def stats(self) -> ThreadStats:
         with self._wakeup:
-            return WorkerStats(
+            return ThreadStats(
                 len(self._running), len(self._waiting), tuple(sorted(self._holds))
             )
 
@@ -89,7 +89,7 @@ class GenerationWorker:
 
         Raises:
             QueueFullError: `max_queued_requests` wait already.
-            WorkerDeadError: the thread has ended.
+            ThreadDeadError: the thread has ended.
         """
         answer, future = Answer(task), Future[Answer]()
         with self._wakeup:
@@ -109,7 +109,7 @@ class GenerationWorker:
         """Abort what runs and what waits; hold what comes until `resume`.
 
         Running requests end with the tokens they have. AReaL's client sends both kinds
-        again; those wait here, for refusing them would make the client spin.
+        again; they wait here, because refusing them would make the client spin.
         """
 
         def command() -> None:
@@ -166,7 +166,7 @@ class GenerationWorker:
 
     def _check_alive(self) -> None:
         if self._dead is not None or self._stopping:
-            raise WorkerDeadError(self._dead or "the server is shutting down.")
+            raise ThreadDeadError(self._dead or "the server is shutting down.")
 
     def _forget_cancelled(self) -> None:
         self._waiting = deque(w for w in self._waiting if not w[1].cancelled())
@@ -188,7 +188,7 @@ class GenerationWorker:
             self._end(reason)
 
     def _wait_for_work(self) -> bool:
-        """Block until there is something to do; False when the worker shall end."""
+        """Block until there is something to do; False when the thread shall end."""
         with self._wakeup:
             self._wakeup.wait_for(
                 lambda: (
@@ -228,6 +228,7 @@ class GenerationWorker:
             admitted = [self._waiting.popleft() for _ in range(count)]
         if not admitted:
             return
+        # Prefill. When one group of prompts fails, those before it are rows already.
         error: Exception | None = None
         try:
             self._generator.admit([answer for answer, _ in admitted])
@@ -274,7 +275,7 @@ class GenerationWorker:
             self._holds.discard(reason)
 
     def _end(self, reason: str) -> None:
-        """Nobody may wait for an answer that will not come."""
+        """Fail every future: nobody may wait for an answer that will not come."""
         with self._wakeup:
             self._dead = reason
             commands, self._commands = self._commands, deque()
@@ -282,7 +283,7 @@ class GenerationWorker:
         running, self._running = self._running, {}
         futures = [f for _, f in commands] + [f for _, f in waiting]
         for future in futures + list(running.values()):
-            _fail(future, WorkerDeadError(reason))
+            _fail(future, ThreadDeadError(reason))
 
 
 def _resolve(future: Future[T], result: T) -> None:

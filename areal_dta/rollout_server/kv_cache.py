@@ -70,7 +70,7 @@ class RowCache(Cache):
     """The KV cache of the running batch, as the model's `past_key_values`."""
 
     def __init__(self, probe: DynamicCache) -> None:
-        """`probe` is any filled cache of the model; it tells shapes and devices."""
+        """Start empty; `probe`, any filled cache of the model, tells the shapes."""
         self._row_layers = [_RowLayer() for _ in probe.layers]
         super().__init__(layers=list(self._row_layers))
         for layer, source in zip(self._row_layers, probe.layers, strict=True):
@@ -80,7 +80,7 @@ class RowCache(Cache):
 
     @property
     def edge(self) -> int:
-        """Column behind the last one in use."""
+        """Exclusive end of the columns in use."""
         return self._row_layers[0].edge
 
     @property
@@ -88,11 +88,11 @@ class RowCache(Cache):
         return len(self.starts)
 
     def advance(self) -> None:
-        """The model has written one column for every row."""
+        """Move the edge, after the model has written one column for every row."""
         self._set_edge(self.edge + 1)
 
     def clear(self) -> None:
-        """Forget all rows; the buffers stay."""
+        """Forget all rows, and keep the buffers."""
         self.starts = []
         self._set_edge(0)
 
@@ -109,13 +109,13 @@ class RowCache(Cache):
             self._move(max(_COLUMN_STEP, 2 * columns), shift=0)
 
     def insert(
-        self, prefill: DynamicCache | None, prefill_rows: list[int], lengths: list[int]
+        self, prefill: DynamicCache, prefill_rows: list[int], lengths: list[int]
     ) -> None:
         """Add rows at the end of the batch.
 
         Args:
             prefill: keys and values of the distinct prompts, [U, H, P, D], each
-                prompt in the columns [0, its length); None when all lengths are 0.
+                prompt in the columns [0, its length).
             prefill_rows: for each new row, its row in `prefill`.
             lengths: for each new row, how many columns it takes.
         """
@@ -124,23 +124,19 @@ class RowCache(Cache):
             self._set_edge(0)
         self._reserve(first + len(lengths), longest)
         edge = self.edge
-        for layer, source in zip(
-            self._row_layers,
-            prefill.layers if prefill is not None else [None] * len(self._row_layers),
-            strict=True,
-        ):
+        for layer, source in zip(self._row_layers, prefill.layers, strict=True):
             for name in ("keys", "values"):
                 rows = getattr(layer, name)[first : first + len(lengths), :, :edge]
                 # What a former row left behind is masked, but 0 x NaN would not be 0.
                 rows[:, :, : edge - longest] = 0
-                if source is not None:
-                    rows[:, :, edge - longest :] = _align_right(
-                        getattr(source, name), prefill_rows, lengths, longest
-                    )
+                rows[:, :, edge - longest :] = _align_right(
+                    getattr(source, name), prefill_rows, lengths, longest
+                )
         self.starts += [edge - length for length in lengths]
 
     def remove(self, rows: list[int]) -> list[int]:
         """Drop rows, and return which old row each remaining row now holds."""
+        # Rows of the end of the batch fill the holes, so that few rows are copied.
         gone = set(rows)
         num_left = self.num_rows - len(gone)
         order = list(range(num_left))
@@ -156,7 +152,9 @@ class RowCache(Cache):
         return order
 
     def _reserve(self, rows: int, longest: int) -> None:
-        """Room for `rows` rows, of which the new ones take `longest` columns."""
+        """Make room for `rows` rows, of which the new ones take `longest` columns."""
+        # Capacities double, so that the copies are few; a prompt that is longer than
+        # the edge shifts everybody to the right.
         capacity, _, columns, _ = held = self._row_layers[0].keys.shape
         shift = max(0, longest - self.edge)
         while capacity < rows:
@@ -168,7 +166,7 @@ class RowCache(Cache):
             self._move(columns, shift, capacity)
 
     def _move(self, columns: int, shift: int, capacity: int | None = None) -> None:
-        """New buffers, all columns moved by `shift` to the right (or left, if < 0)."""
+        """Allocate buffers, with all columns moved right by `shift` (left, if < 0)."""
         edge, rows = self.edge, self.num_rows
         low = max(0, -shift)
 
@@ -197,7 +195,7 @@ class RowCache(Cache):
 def _align_right(
     source: torch.Tensor, rows: list[int], lengths: list[int], longest: int
 ) -> torch.Tensor:
-    """[U, H, P, D] left-aligned -> [R, H, longest, D] right-aligned, zero-padded."""
+    """Align [U, H, P, D] to the right: [R, H, longest, D], zero-padded."""
     device = source.device
     pad = longest - torch.tensor(lengths, device=device)
     column = torch.arange(longest, device=device) - pad[:, None]

@@ -1,4 +1,4 @@
-"""The part of SGLang's HTTP protocol that the local server speaks, as pydantic models.
+"""The part of SGLang's HTTP protocol that the local server speaks, as Pydantic models.
 
 What the protocol has but this server does not do is part of the models with its neutral
 value, so that a client which sends it is served and one which asks for it is refused
@@ -6,23 +6,27 @@ by name. Everything else that is unknown is refused too: a mistyped option must 
 silently change what is sampled.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    ValidationError,
-    field_validator,
+    model_validator,
 )
 
 #: SGLang's default where the request does not say.
 DEFAULT_MAX_NEW_TOKENS = 128
+_MAX_PROBLEMS = 8
 
 
-class _Strict(BaseModel):
+class Request(BaseModel):
+    """Body of a request without options, and the base of the others."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
@@ -40,19 +44,34 @@ def _unsupported(*neutral: Any) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-class SamplingParams(_Strict):
+def _check_top_k(value: int) -> int:
+    if value != -1 and value < 1:
+        raise ValueError(f"expected -1 (all tokens) or at least 1, got {value}")
+    return value
+
+
+def _list_stops(value: Any) -> Any:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
+
+
+class SamplingParams(Request):
     """How one answer is sampled. `temperature` 0 is greedy decoding."""
 
     temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    top_k: int = -1
+    top_k: Annotated[int, AfterValidator(_check_top_k)] = -1
     max_new_tokens: int = Field(default=DEFAULT_MAX_NEW_TOKENS, ge=1)
     min_new_tokens: int = Field(default=0, ge=0)
     stop_token_ids: list[int] | None = None
-    stop: str | list[str] | None = None
+    #: An empty string would stop every answer.
+    stop: Annotated[
+        list[Annotated[str, Field(min_length=1)]], BeforeValidator(_list_stops)
+    ] = []
     ignore_eos: bool = False
     sampling_seed: int | None = None
-    # Only text would show it, and this server returns token ids.
+    #: Only text would show it, and this server returns token ids.
     skip_special_tokens: bool = True
 
     frequency_penalty: Annotated[float, _unsupported(0.0)] = 0.0
@@ -61,28 +80,17 @@ class SamplingParams(_Strict):
     min_p: Annotated[float, _unsupported(0.0)] = 0.0
     n: Annotated[int, _unsupported(1)] = 1
 
-    @field_validator("top_k")
-    @classmethod
-    def _check_top_k(cls, value: int) -> int:
-        if value != -1 and value < 1:
-            raise ValueError(f"expected -1 (all tokens) or at least 1, got {value}")
-        return value
-
-    @field_validator("stop")
-    @classmethod
-    def _check_stop(cls, value: str | list[str] | None) -> str | list[str] | None:
-        if value is not None and "" in ([value] if isinstance(value, str) else value):
-            raise ValueError("an empty stop string would stop every answer")
-        return value
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        if self.stop is None:
-            return ()
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+    @model_validator(mode="after")
+    def _check_lengths(self) -> "SamplingParams":
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens={self.min_new_tokens} is more than "
+                f"max_new_tokens={self.max_new_tokens}"
+            )
+        return self
 
 
-class GenerateRequest(_Strict):
+class GenerateRequest(Request):
     """Body of POST /generate."""
 
     input_ids: list[int] = Field(min_length=1)
@@ -99,7 +107,7 @@ class GenerateRequest(_Strict):
     lora_path: Annotated[str | None, _unsupported(None)] = None
 
 
-class UpdateWeightsRequest(_Strict):
+class UpdateWeightsRequest(Request):
     """Body of POST /update_weights_from_disk."""
 
     model_path: str = Field(min_length=1)
@@ -108,20 +116,16 @@ class UpdateWeightsRequest(_Strict):
     weight_version: str | None = None
 
 
-class PauseRequest(_Strict):
+class PauseRequest(Request):
     """Body of POST /pause_generation."""
 
     mode: Annotated[Literal["abort"], _unsupported("abort")] = "abort"
 
 
-class MemoryRequest(_Strict):
+class MemoryRequest(Request):
     """Body of POST /release_memory_occupation and /resume_memory_occupation."""
 
     tags: list[Literal["weights", "kv_cache", "cuda_graph"]] | None = None
-
-
-class EmptyRequest(_Strict):
-    """Body of the endpoints without options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +140,14 @@ class FinishReason:
         return {"type": self.type, key: self.detail}
 
 
-def describe_validation_error(error: ValidationError) -> str:
-    """One line a problem: where it is, what is wrong with it."""
+def describe_errors(errors: Sequence[Any]) -> str:
+    """Describe Pydantic's errors: where each is, what is wrong, and what was got."""
     problems = []
-    for item in error.errors(include_url=False, include_input=False)[:8]:
-        where = ".".join(str(part) for part in item["loc"]) or "body"
-        problems.append(f"{where}: {item['msg'].removeprefix('Value error, ')}")
+    for error in errors[:_MAX_PROBLEMS]:
+        where = ".".join(str(part) for part in error["loc"] if part != "body")
+        problem = f"{where or 'body'}: {error['msg'].removeprefix('Value error, ')}"
+        # Our own messages say it themselves, and lists would be too long.
+        if error["type"] != "value_error" and isinstance(error["input"], int | float):
+            problem += f" (got {error['input']!r})"
+        problems.append(problem)
     return "; ".join(problems)

@@ -1,4 +1,4 @@
-"""Sampling of one token for every row of a batch, with its logprob.
+"""Sampling of one token per row of a batch, with its logprob.
 
 The logprob that is returned is log_softmax(logits / temperature) in fp32, over the
 whole vocabulary: what the trainer recomputes for the same token (AReaL divides its
@@ -63,16 +63,17 @@ def sample(
     uniforms: Sequence[float],
     banned: Sequence[tuple[int, Sequence[int]]] = (),
 ) -> tuple[list[int], list[float]]:
-    """Draw one token a row by inverting its cumulative distribution.
+    """Draw one token per row by inverting its cumulative distribution.
 
     Args:
-        uniforms: one number in [0, 1) a row; the only source of randomness.
+        uniforms: one number in [0, 1) per row; the only source of randomness.
         banned: (row, token ids that must not be drawn there).
 
     Returns:
         Token ids and logprobs. A NaN logprob says that nothing could be drawn: the
         logits were not finite, or every token was banned.
     """
+    # The logprobs that are reported, and the probabilities that are drawn from.
     logprobs_RV = torch.log_softmax(logits_RV.float() / sampling.temperature_R1, dim=-1)
     probs_RV = logprobs_RV.exp()
     for row, token_ids in banned:
@@ -81,6 +82,7 @@ def sample(
         probs_RV, ids_RV = _truncate(probs_RV, sampling)
     else:
         ids_RV = None
+    # Invert the cumulative distribution.
     # fp64: with a large vocabulary an fp32 sum would round rare tokens away.
     cumulative_RV = probs_RV.cumsum(dim=-1, dtype=torch.float64)
     total_R1 = cumulative_RV[:, -1:]
@@ -93,6 +95,8 @@ def sample(
     )
     index_R1 = torch.searchsorted(cumulative_RV, threshold_R1, right=True)
     index_R1.clamp_(max=probs_RV.shape[-1] - 1)
+
+    # Greedy rows take the best token; a sum of 0 or NaN is reported as NaN.
     if sampling.greedy_R is not None:
         best_R1 = probs_RV.argmax(dim=-1, keepdim=True)
         index_R1 = torch.where(sampling.greedy_R[:, None], best_R1, index_R1)

@@ -5,8 +5,10 @@ once), then the model, then HTTP; `/health` therefore answers only when requests
 served. Ends on SIGTERM and SIGINT, and when the process that started it is gone.
 """
 
+import argparse
 import asyncio
 import errno
+import json
 import logging
 import os
 import signal
@@ -15,38 +17,69 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from aiohttp import web
+import uvicorn
+from pydantic import TypeAdapter, ValidationError
 
-from areal_dta.rollout_server.config import (
-    EXIT_BAD_CONFIG,
-    EXIT_GENERATION_DIED,
-    EXIT_PORT_IN_USE,
-    parse_command,
-)
+from areal_dta.config.server_options import LocalServerConfig
+from areal_dta.rollout_server.http_rules import ReasonProtocol
+from areal_dta.rollout_server.protocol import describe_errors
 
 if TYPE_CHECKING:
-    from areal_dta.rollout_server.generation_thread import GenerationWorker
+    from fastapi import FastAPI
+
+    from areal_dta.rollout_server.generation_thread import GenerationThread
 
 logger = logging.getLogger(__name__)
+
+EXIT_BAD_CONFIG = 2
+#: The port was taken between choosing and binding it; the rollout worker tries another.
+EXIT_PORT_IN_USE = 3
+EXIT_GENERATION_DIED = 4
 
 _LISTEN_ERRORS = (errno.EADDRINUSE, errno.EADDRNOTAVAIL, errno.EACCES)
 _PARENT_POLL_SECONDS = 0.5
 # AReaL waits five seconds between SIGTERM and SIGKILL.
-_WORKER_STOP_SECONDS = 2.0
-_HTTP_STOP_SECONDS = 1.0
+_THREAD_STOP_SECONDS = 2.0
+_HTTP_STOP_SECONDS = 1
 _ORPHAN_EXIT_SECONDS = 5.0
-_WORKER_POLL_SECONDS = 1.0
+_POLL_SECONDS = 0.2
 # A dead generation thread is told to clients this long, before the port closes.
 _DEAD_LINGER_SECONDS = 5.0
+
+
+def parse_options(options: dict[str, Any] | str) -> LocalServerConfig:
+    """Build the options from a dictionary, or from its JSON.
+
+    Raises:
+        ValueError: a key is no option of this server, or its value has another type.
+    """
+    adapter = TypeAdapter(LocalServerConfig)
+    try:
+        if isinstance(options, str):
+            return adapter.validate_json(options)
+        return adapter.validate_python(options)
+    except ValidationError as error:
+        raise ValueError(
+            f"options of the local rollout server: {describe_errors(error.errors())}"
+        ) from None
+
+
+def build_command(config: LocalServerConfig, parent_pid: int | None) -> list[str]:
+    """Build the command that serves `config`; it ends when `parent_pid` does."""
+    command = [sys.executable, "-m", "areal_dta.rollout_server.server"]
+    command.append(json.dumps(asdict(config)))
+    return command if parent_pid is None else [*command, f"--parent-pid={parent_pid}"]
 
 
 def watch_parent(parent_pid: int) -> None:
     """End this process when `parent_pid` is no longer its parent.
 
-    By polling: Linux' parent-death signal fires when the *thread* that started the
-    child ends, and AReaL starts servers from short-lived threads.
+    It polls: Linux' parent-death signal fires when the *thread* that started the child
+    ends, and AReaL starts servers from short-lived threads.
     """
 
     def watch() -> None:
@@ -79,63 +112,82 @@ def open_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def serve(
-    app: web.Application, worker: "GenerationWorker", sock: socket.socket
-) -> int:
+class _Server(uvicorn.Server):
+    """Server that ends the generation first, so that waiting requests are answered."""
+
+    def __init__(self, app: "FastAPI", thread: "GenerationThread") -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=ReasonProtocol,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                backlog=1024,
+                timeout_graceful_shutdown=_HTTP_STOP_SECONDS,
+            )
+        )
+        self._thread = thread
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # uvicorn's own would raise the signal again at the end: another exit code.
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await asyncio.to_thread(self._thread.stop, _THREAD_STOP_SECONDS)
+        await super().shutdown(sockets)
+
+
+async def serve(app: "FastAPI", thread: "GenerationThread", sock: socket.socket) -> int:
     """Serve until SIGTERM or SIGINT, or until the generation thread has died.
 
     Returns the exit code. The generation thread may still be in a step.
     """
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop.set)
-    # A client that hangs up must not leave its request running.
-    runner = web.AppRunner(
-        app,
-        handler_cancellation=True,
-        shutdown_timeout=_HTTP_STOP_SECONDS,
-        access_log=None,
-    )
-    await runner.setup()
-    try:
-        await web.SockSite(runner, sock, backlog=1024).start()
-        logger.info("Listening on %s.", sock.getsockname())
-        while worker.is_alive and not await _is_set(stop, _WORKER_POLL_SECONDS):
-            pass
-        if stop.is_set():
-            return 0
-        await _is_set(stop, _DEAD_LINGER_SECONDS)
-        return EXIT_GENERATION_DIED
-    finally:
-        await asyncio.to_thread(worker.stop, _WORKER_STOP_SECONDS)
-        await runner.cleanup()
-
-
-async def _is_set(event: asyncio.Event, timeout_seconds: float) -> bool:
-    try:
-        await asyncio.wait_for(event.wait(), timeout_seconds)
-    except TimeoutError:
-        return False
-    return True
+    server = _Server(app, thread)
+    serving = asyncio.create_task(server.serve([sock]))
+    while thread.is_alive and not serving.done():
+        await asyncio.wait([serving], timeout=_POLL_SECONDS)
+    # `shutdown` ends the thread, too: only without a signal has it died.
+    died = not server.should_exit and not serving.done()
+    if died:
+        await asyncio.wait([serving], timeout=_DEAD_LINGER_SECONDS)
+        server.should_exit = True
+    await serving
+    return EXIT_GENERATION_DIED if died else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    config, parent_pid = parse_command(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m areal_dta.rollout_server.server",
+        description="Embedded rollout server for AReaL, after SGLang's protocol.",
+    )
+    parser.add_argument(
+        "options", help="JSON of a configuration's section `local`, with model_path."
+    )
+    parser.add_argument(
+        "--parent-pid", type=int, help="End when this process is no longer the parent."
+    )
+    args = parser.parse_args(argv)
+    if args.parent_pid is not None:
+        watch_parent(args.parent_pid)
+    try:
+        config = parse_options(args.options)
+        config.validate()
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return EXIT_BAD_CONFIG
     logging.basicConfig(
         level=config.log_level.upper(),
         format="%(asctime)s rollout server %(levelname)s: %(message)s",
     )
-    if parent_pid is not None:
-        watch_parent(parent_pid)
     try:
-        config.validate()
         sock = open_socket(config.host, config.port)
         # Takes seconds, so what can be wrong without it has been checked before.
-        from areal_dta.rollout_server.build import build_app
+        from areal_dta.rollout_server.app import build_app
 
-        app, worker = build_app(config)
-        return asyncio.run(serve(app, worker, sock))
+        app, thread = build_app(config)
+        return asyncio.run(serve(app, thread, sock))
     except KeyboardInterrupt:  # while loading; later on SIGINT ends `serve`
         return 128 + signal.SIGINT
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Loading of weights, at the start and in place.
+"""Checkpoints: loading of model, tokenizer and new weights.
 
 Only safetensors files are read; nothing is ever unpickled and no code from a checkpoint
 is run. A new checkpoint is read completely, compared with the running model, and
@@ -7,15 +7,12 @@ copied only when everything fits, so a refused one leaves the model as it was.
 
 import copy
 import inspect
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
-
-logger = logging.getLogger(__name__)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 #: Layers whose cache is plain keys and values, so that rows can be moved around.
 _SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -27,7 +24,7 @@ class CheckpointError(ValueError):
 
 
 def pick_device(device: str) -> torch.device:
-    """The device that `device` (cpu, cuda or auto) stands for here.
+    """Return the device that `device` (cpu, cuda or auto) stands for here.
 
     Raises:
         ValueError: cuda is asked for and there is none.
@@ -62,6 +59,30 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
+def load_tokenizer(model_path: str) -> Any:
+    """Load the tokenizer of a checkpoint, which stop strings need.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            model_path, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"stop strings need a tokenizer, and {model_path} has none that can be "
+            f"loaded ({error}); use stop_token_ids."
+        ) from error
+    # Where the files are missing, Transformers may make one up of special tokens.
+    if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
+        raise CheckpointError(
+            f"stop strings need a tokenizer, and {model_path} has none; use "
+            "stop_token_ids."
+        )
+    return tokenizer
+
+
 def move(model: PreTrainedModel, device: torch.device) -> None:
     """Move the model, in place."""
     torch.nn.Module.to(model, device)
@@ -83,7 +104,7 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """Most tokens the model was made for, where its configuration says."""
+    """Maximum length that the model was made for, where its configuration says."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -169,7 +170,7 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
     def _init_local_rollout(self, config: Any, is_eval: bool) -> Any:
         from areal.api.cli_args import SchedulingStrategy, SchedulingStrategyType
 
-        from areal_dta.rollout_server import LocalEngine
+        from areal_dta.rollout_server.areal_backend import LocalEngine
 
         controller = LocalEngine.as_controller(config, self.scheduler)
         kwargs: dict[str, Any] = {"role": "rollout"}
@@ -179,7 +180,7 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
                 type=SchedulingStrategyType.colocation, target="rollout"
             )
             kwargs = {"role": "eval-rollout", "server_infos": self.rollout.server_infos}
-        controller.initialize(server_args=self.config.local.build_args(), **kwargs)
+        controller.initialize(server_args=asdict(self.config.local), **kwargs)
         return controller
 
     def _create_dataloader(

@@ -8,6 +8,7 @@ fewer than in a run.
 import asyncio
 import threading
 import time
+from dataclasses import asdict
 from importlib.util import find_spec
 
 import httpx
@@ -26,8 +27,9 @@ from starlette.middleware.base import BaseHTTPMiddleware
 from transformers import AutoModelForCausalLM
 
 from areal_dta.areal_fixes import agent_proxy as proxy
+from areal_dta.config.server_options import LocalServerConfig
 from areal_dta.embedded import tiny_model_path
-from areal_dta.rollout_server import LocalEngine, LocalServerConfig
+from areal_dta.rollout_server.areal_backend import LocalEngine
 from areal_dta.tree import PrefixTree
 
 needs_tau2 = pytest.mark.skipif(not find_spec("tau2"), reason="needs the extra tau2")
@@ -51,7 +53,7 @@ def engine():
         agent=agent_config(),
     )
     engine = LocalEngine(config)
-    info = engine.launch_server(LocalServerConfig(model_path=path).build_args())
+    info = engine.launch_server(asdict(LocalServerConfig(model_path=path)))
     engine.initialize(addr=f"{info.host}:{info.port}")
     yield engine
     engine.destroy()

@@ -15,14 +15,14 @@ import requests
 import torch
 from transformers import PreTrainedModel
 
-from areal_dta.rollout_server.config import LocalServerConfig, build_command
+from areal_dta.config.server_options import LocalServerConfig
 from areal_dta.rollout_server.generation import (
     Answer,
     BatchGenerator,
     GenerationTask,
 )
 from areal_dta.rollout_server.sampling import RowSampling
-from areal_dta.rollout_server.server import open_socket
+from areal_dta.rollout_server.server import build_command, open_socket
 from tests.models import VOCAB_SIZE, tiny_model
 
 START_TIMEOUT_SECONDS = 120.0

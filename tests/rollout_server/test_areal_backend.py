@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,13 @@ from areal.api.cli_args import (
 from areal.infra import RolloutController
 from areal.utils import name_resolve, names
 
-from areal_dta.rollout_server import LocalEngine, LocalServerConfig
-from areal_dta.rollout_server.areal_backend import LocalBackend, ServerExitedError
-from areal_dta.rollout_server.config import EXIT_PORT_IN_USE
+from areal_dta.config.server_options import LocalServerConfig
+from areal_dta.rollout_server.areal_backend import (
+    LocalBackend,
+    LocalEngine,
+    ServerExitedError,
+)
+from areal_dta.rollout_server.server import EXIT_PORT_IN_USE
 from tests.rollout_server.builders import (
     CONTEXT_LENGTH,
     RunningServer,
@@ -52,9 +57,7 @@ def engine_config(**options) -> InferenceEngineConfig:
 @pytest.fixture(scope="module")
 def engine(model_path: Path) -> Iterator[LocalEngine]:
     engine = LocalEngine(engine_config())
-    info = engine.launch_server(
-        LocalServerConfig(model_path=str(model_path)).build_args()
-    )
+    info = engine.launch_server(asdict(LocalServerConfig(model_path=str(model_path))))
     try:
         assert info.host == "127.0.0.1"
         engine.initialize(train_data_parallel_size=1)
@@ -230,7 +233,7 @@ def test_health_checks_ignore_proxies(
 
 def test_wrong_options_start_nothing(model_path: Path) -> None:
     engine = LocalEngine(engine_config())
-    args = LocalServerConfig(model_path=str(model_path)).build_args()
+    args = asdict(LocalServerConfig(model_path=str(model_path)))
     for change, message in (
         ({"dtype": "fp8"}, "dtype"),
         ({"host": "0.0.0.0"}, "allow_remote"),
@@ -248,7 +251,7 @@ def test_a_server_that_ends_early_is_noticed(
     config = LocalServerConfig(model_path=str(model_path), port=launched.port)
     # Not the health of whoever has the port: the process that was started is watched.
     with pytest.raises(ServerExitedError, match="log of the rollout worker") as info:
-        engine.launch_server(config.build_args())
+        engine.launch_server(asdict(config))
     assert info.value.exit_code == EXIT_PORT_IN_USE
     assert not engine._engine.local_server_processes
 
@@ -266,7 +269,7 @@ def test_a_server_that_is_not_ready_in_time_is_ended(
 
     monkeypatch.setattr(engine._engine.backend, "launch_server", launch)
     with pytest.raises(TimeoutError, match="setup_timeout"):
-        engine.launch_server(LocalServerConfig(model_path=str(model_path)).build_args())
+        engine.launch_server(asdict(LocalServerConfig(model_path=str(model_path))))
     assert is_gone(started[0].pid)
     assert not engine._engine.local_server_processes
 

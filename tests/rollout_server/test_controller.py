@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,8 @@ from areal.infra.scheduler.local import LocalScheduler
 from areal.utils import name_resolve, names
 from transformers import PreTrainedModel
 
-from areal_dta.rollout_server import LocalEngine, LocalServerConfig
+from areal_dta.config.server_options import LocalServerConfig
+from areal_dta.rollout_server.areal_backend import LocalEngine
 from tests.rollout_server.builders import (
     RunningServer,
     is_gone,
@@ -83,7 +85,7 @@ def test_a_controllers_life(model, model_path: Path, tmp_path: Path) -> None:
                 assert max_difference(logprobs, expected) < 1e-5
 
     try:
-        server_args = LocalServerConfig(model_path=str(model_path)).build_args()
+        server_args = asdict(LocalServerConfig(model_path=str(model_path)))
         controller.initialize(role="rollout", server_args=server_args)
         (info,) = controller.server_infos
         assert info.host == "127.0.0.1"

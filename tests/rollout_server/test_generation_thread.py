@@ -6,9 +6,9 @@ import pytest
 
 from areal_dta.rollout_server.generation import ABORTED_BEFORE_PREFILL, GenerationError
 from areal_dta.rollout_server.generation_thread import (
-    GenerationWorker,
+    GenerationThread,
     QueueFullError,
-    WorkerDeadError,
+    ThreadDeadError,
 )
 from tests.rollout_server.builders import make_generator, make_task, wait_until
 
@@ -38,8 +38,8 @@ def generator(model):
 
 
 @pytest.fixture
-def worker(generator) -> Iterator[GenerationWorker]:
-    worker = GenerationWorker(generator, max_queued_requests=8)
+def worker(generator) -> Iterator[GenerationThread]:
+    worker = GenerationThread(generator, max_queued_requests=8)
     worker.start()
     yield worker
     worker.stop(TIMEOUT)
@@ -73,7 +73,7 @@ def test_pause_takes_effect_within_one_step(worker, steps) -> None:
 
 def test_pause_aborts_waiting_requests_and_holds_later_ones(model) -> None:
     generator = make_generator(model, max_batch_size=1)
-    worker = GenerationWorker(generator, 8)
+    worker = GenerationThread(generator, 8)
     first, second = [worker.submit(make_task([1], 5, seed=i)) for i in range(2)]
     paused = worker.pause()
     worker.start()
@@ -176,7 +176,7 @@ def test_a_failed_prefill_fails_its_requests_only(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_dead_thread_fails_everybody_and_shows(generator, monkeypatch) -> None:
-    worker = GenerationWorker(generator, 8)
+    worker = GenerationThread(generator, 8)
 
     def die(waiting):
         raise SystemError("cosmic ray")
@@ -184,19 +184,19 @@ def test_a_dead_thread_fails_everybody_and_shows(generator, monkeypatch) -> None
     monkeypatch.setattr(generator, "num_admissible", die)
     future = worker.submit(make_task([1], 3))
     worker.start()
-    with pytest.raises(WorkerDeadError, match="cosmic ray"):
+    with pytest.raises(ThreadDeadError, match="cosmic ray"):
         future.result(TIMEOUT)
     assert not worker.is_alive
-    with pytest.raises(WorkerDeadError, match="cosmic ray"):
+    with pytest.raises(ThreadDeadError, match="cosmic ray"):
         worker.submit(make_task([1], 3))
 
 
 def test_stop_fails_what_is_left(generator) -> None:
-    worker = GenerationWorker(generator, 8)
+    worker = GenerationThread(generator, 8)
     worker.start()
     worker.pause().result(TIMEOUT)
     future = worker.submit(make_task([1], 3))
     worker.stop(TIMEOUT)
-    with pytest.raises(WorkerDeadError, match="shutting down"):
+    with pytest.raises(ThreadDeadError, match="shutting down"):
         future.result(TIMEOUT)
     assert not worker.is_alive

@@ -1,5 +1,6 @@
 """The server as its clients see it: one process, real HTTP."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -8,13 +9,13 @@ import threading
 import pytest
 import requests
 
+from areal_dta.config.server_options import LocalServerConfig
 from areal_dta.rollout_server.app import UNSUPPORTED_ENDPOINTS
-from areal_dta.rollout_server.config import (
+from areal_dta.rollout_server.server import (
     EXIT_BAD_CONFIG,
     EXIT_PORT_IN_USE,
-    LocalServerConfig,
     build_command,
-    parse_command,
+    parse_options,
 )
 from tests.rollout_server.builders import (
     CONTEXT_LENGTH,
@@ -239,7 +240,8 @@ def test_sigterm_ends_it_in_time_even_while_busy(model_path) -> None:
 
 PARENT = """
 import os, subprocess, sys, time
-from areal_dta.rollout_server.config import LocalServerConfig, build_command
+from areal_dta.config.server_options import LocalServerConfig
+from areal_dta.rollout_server.server import build_command
 config = LocalServerConfig(model_path=sys.argv[1], port=int(sys.argv[2]))
 print(subprocess.Popen(build_command(config, os.getpid())).pid, flush=True)
 time.sleep(300)
@@ -268,9 +270,9 @@ def test_it_ends_with_its_parent(model_path) -> None:
             subprocess.run(["kill", "-9", str(server_pid)], check=False)
 
 
-def run_server(*args: str) -> subprocess.CompletedProcess:
+def run_server(**options: object) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "areal_dta.rollout_server.server", *args],
+        [sys.executable, "-m", "areal_dta.rollout_server.server", json.dumps(options)],
         capture_output=True,
         text=True,
         timeout=START_TIMEOUT_SECONDS,
@@ -279,19 +281,19 @@ def run_server(*args: str) -> subprocess.CompletedProcess:
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1"])
 def test_addresses_beyond_this_machine_are_refused(model_path, host) -> None:
-    done = run_server(f"--model-path={model_path}", f"--host={host}")
+    done = run_server(model_path=str(model_path), host=host)
     assert done.returncode == EXIT_BAD_CONFIG
     assert "allow_remote" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_port_in_use_has_its_own_exit_code(server, model_path) -> None:
-    done = run_server(f"--model-path={model_path}", f"--port={server.port}")
+    done = run_server(model_path=str(model_path), port=server.port)
     assert done.returncode == EXIT_PORT_IN_USE
     assert str(server.port) in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_missing_model_is_one_line(tmp_path) -> None:
-    done = run_server(f"--model-path={tmp_path}", f"--port={free_port()}")
+    done = run_server(model_path=str(tmp_path), port=free_port())
     assert done.returncode == EXIT_BAD_CONFIG
     assert str(tmp_path) in done.stderr and "Traceback" not in done.stderr
 
@@ -307,11 +309,10 @@ def test_the_command_line_carries_every_option() -> None:
         max_batch_size=3,
         random_seed=9,
     )
-    assert parse_command(build_command(config, 12)[3:]) == (config, 12)
-    assert parse_command(build_command(LocalServerConfig(), None)[3:]) == (
-        LocalServerConfig(),
-        None,
-    )
+    *_, options, parent = build_command(config, 12)
+    assert parse_options(options) == config and parent == "--parent-pid=12"
+    default = build_command(LocalServerConfig(), None)[-1]
+    assert parse_options(default) == LocalServerConfig()
 
 
 @pytest.mark.parametrize(
@@ -338,4 +339,4 @@ def test_loopback_addresses_are_accepted(host) -> None:
 
 def test_unknown_server_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="mem_fraction_static"):
-        LocalServerConfig.from_args({"mem_fraction_static": 0.9})
+        parse_options({"mem_fraction_static": 0.9})

@@ -1,0 +1,104 @@
+"""Options of the embedded rollout server: section `local` of a configuration.
+
+Only the standard library is imported here, because the launcher reads this module long
+before torch is needed.
+"""
+
+import ipaddress
+from dataclasses import dataclass
+
+_CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "device": ("auto", "cpu", "cuda"),
+    "log_level": ("debug", "info", "warning", "error"),
+}
+_AT_LEAST_ONE = (
+    "max_batch_size",
+    "max_cached_tokens",
+    "max_prefill_tokens",
+    "max_queued_requests",
+    "num_threads",
+)
+_MIN_CONTEXT = 2  # one token of prompt and one of answer
+
+
+@dataclass
+class LocalServerConfig:
+    """Options of one embedded rollout server (`rollout.backend=local:dN` starts N)."""
+
+    # For Pydantic, which reads these options from a server's command line.
+    __pydantic_config__ = {"extra": "forbid"}
+
+    #: Hugging Face checkpoint: a directory or a hub name.
+    model_path: str = ""
+    #: Address to listen on. The protocol has no authentication, so anything but
+    #: loopback also needs `allow_remote`. `auto` is this machine's own address, for
+    #: runs over several machines.
+    host: str = "127.0.0.1"
+    #: Port to listen on; 0 lets the rollout worker find a free one.
+    port: int = 0
+    #: Accept an address that other machines can reach. Whoever reaches it can
+    #: generate, and can load weights from this machine's disk.
+    allow_remote: bool = False
+    #: cpu, cuda, or auto (cuda where there is one).
+    device: str = "auto"
+    #: Data type of the weights and the KV cache; auto follows the checkpoint.
+    dtype: str = "float32"
+    #: Attention implementation of Transformers.
+    attn_impl: str = "sdpa"
+    #: Maximum number of tokens of prompt and answer; None follows the model.
+    context_length: int | None = None
+    #: Maximum number of requests that are generated together.
+    max_batch_size: int = 128
+    #: Maximum number of KV positions held at a time, padding included.
+    max_cached_tokens: int = 262_144
+    #: Maximum number of prompt tokens per prefill forward, padding included.
+    max_prefill_tokens: int = 16_384
+    #: Maximum number of requests that wait; more are refused.
+    max_queued_requests: int = 4096
+    #: Seed of the sampling.
+    random_seed: int = 1
+    #: CPU threads of the model (OMP_NUM_THREADS).
+    num_threads: int = 1
+    #: debug, info, warning or error.
+    log_level: str = "warning"
+
+    def validate(self) -> None:
+        """Check every option that can be checked without touching the model.
+
+        Raises:
+            ValueError: an option is wrong; the message says which and what to do.
+        """
+        if not self.model_path:
+            raise ValueError("model_path is empty; name a Hugging Face checkpoint.")
+        for name, choices in _CHOICES.items():
+            if (got := getattr(self, name)) not in choices:
+                raise ValueError(
+                    f"{name}={got!r}; expected one of {', '.join(choices)}."
+                )
+        for name in _AT_LEAST_ONE:
+            if (got := getattr(self, name)) < 1:
+                raise ValueError(f"{name}={got}; expected at least 1.")
+        if self.context_length is not None and self.context_length < _MIN_CONTEXT:
+            raise ValueError(
+                f"context_length={self.context_length}; expected {_MIN_CONTEXT} or "
+                "more."
+            )
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port={self.port}; expected 0 to 65535.")
+        if not self.allow_remote and not _is_loopback(self.host):
+            raise ValueError(
+                f"host={self.host!r} can be reached from other machines, and the "
+                "rollout protocol has no authentication; use host=127.0.0.1, or set "
+                "allow_remote=true on a network that you trust."
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    """Return whether `host`, a name or an address, is this machine's alone."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,153 @@
+"""HTTP rules that hold for every endpoint: bodies, clients that hang up, refusals.
+
+A refusal is JSON, and its message is repeated in the reason phrase of the status line:
+AReaL's client logs the reason of a failed request, but not its body.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
+
+import h11
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import Message
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from areal_dta.rollout_server.protocol import describe_errors
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+_MAX_REASON_CHARS = 300
+#: Carries the message from the application to the connection: ASGI has no reason.
+_REASON_HEADER = "x-reason"
+
+
+def create_app(statuses: Mapping[type[Exception], int]) -> FastAPI:
+    """Create an application without endpoints.
+
+    Args:
+        statuses: status that answers an error which an endpoint raises.
+    """
+    app = FastAPI(openapi_url=None)  # nobody browses it
+    app.router.route_class = _Route
+
+    async def refuse_invalid(
+        request: Request, error: RequestValidationError
+    ) -> Response:
+        return _refuse(400, describe_errors(error.errors()))
+
+    async def refuse(request: Request, error: StarletteHTTPException) -> Response:
+        return _refuse(error.status_code, error.detail)
+
+    async def answer_error(request: Request, error: Exception) -> Response:
+        kind = next(k for k in type(error).__mro__ if k in statuses)
+        return _refuse(statuses[kind], str(error))
+
+    # A bug of ours must not take the server down; Uvicorn logs its traceback.
+    async def answer_bug(request: Request, error: Exception) -> Response:
+        return _refuse(500, f"internal error: {error!r}")
+
+    handlers: dict[Any, Any] = {
+        RequestValidationError: refuse_invalid,
+        StarletteHTTPException: refuse,
+        **dict.fromkeys(statuses, answer_error),
+        Exception: answer_bug,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
+    return app
+
+
+class _Route(APIRoute):
+    """Route that bounds and checks bodies, and ends its handler with the client.
+
+    A client that hangs up must not leave its request running: cancelling the handler
+    cancels the future for which it waits.
+    """
+
+    def get_route_handler(
+        self,
+    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def handle_until_disconnect(request: Request) -> Response:
+            if request.method == "POST":
+                request = _limit_body(request)
+                _check_content_type(request)
+                await request.body()  # kept for the handler; then only the end comes
+            handling = asyncio.ensure_future(handle(request))
+            hanging_up = asyncio.ensure_future(_wait_for_disconnect(request))
+            try:
+                await asyncio.wait(
+                    {handling, hanging_up}, return_when=asyncio.FIRST_COMPLETED
+                )
+                # Nobody reads the answer to a client that is gone.
+                return await handling if handling.done() else Response(status_code=499)
+            finally:
+                handling.cancel()
+                hanging_up.cancel()
+
+        return handle_until_disconnect
+
+
+def _check_content_type(request: Request) -> None:
+    # Also keeps web pages in a browser on this machine from posting here unasked.
+    got = request.headers.get("content-type", "")
+    if got.partition(";")[0].strip().lower() != "application/json":
+        raise HTTPException(400, f"content type {got!r}; expected application/json.")
+
+
+def _limit_body(request: Request) -> Request:
+    num_bytes = 0
+
+    async def receive() -> Message:
+        nonlocal num_bytes
+        message = await request.receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > MAX_BODY_BYTES:
+            raise HTTPException(413, f"body of more than {MAX_BODY_BYTES} bytes.")
+        return message
+
+    return Request(request.scope, receive)
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _refuse(status: int, message: str) -> JSONResponse:
+    logger.info("Answered with status %d: %s", status, message)
+    line = " ".join(message.split()).encode("ascii", "replace").decode()
+    return JSONResponse(
+        {"error": {"message": message, "code": status}},
+        status,
+        {_REASON_HEADER: line[:_MAX_REASON_CHARS]},
+    )
+
+
+class _ReasonConnection(h11.Connection):
+    """Connection that takes the reason phrase from the response's headers."""
+
+    def send(self, event: h11.Event) -> bytes | None:
+        if isinstance(event, h11.Response):
+            reason = dict(event.headers).get(_REASON_HEADER.encode())
+            if reason is not None:
+                event = h11.Response(
+                    status_code=event.status_code, headers=event.headers, reason=reason
+                )
+        return super().send(event)
+
+
+class ReasonProtocol(H11Protocol):
+    """Uvicorn's HTTP protocol, with our reason phrases."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.conn = _ReasonConnection(h11.SERVER)
