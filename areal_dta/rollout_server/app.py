@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -52,28 +53,21 @@ UNSUPPORTED_ENDPOINTS = {
 }
 
 
+@dataclass(eq=False)
 class RolloutApp:
     """The endpoints over one model and its generation thread."""
 
-    def __init__(
-        self,
-        *,
-        model: PreTrainedModel,
-        model_path: str,
-        generator: BatchGenerator,
-        thread: GenerationThread,
-        context_length: int | None,
-        random_seed: int,
-    ) -> None:
-        self._model = model
-        self._model_path = model_path
-        self._generator = generator
-        self._thread = thread
-        self._context_length = context_length
-        self._random_seed = random_seed
-        self._vocab_size = weights.vocab_size(model)
-        self._eos_token_ids = weights.eos_token_ids(model)
-        self._device = model.device
+    model: PreTrainedModel
+    model_path: str
+    generator: BatchGenerator
+    thread: GenerationThread
+    context_length: int | None
+    random_seed: int
+
+    def __post_init__(self) -> None:
+        self._vocab_size = weights.vocab_size(self.model)
+        self._eos_token_ids = weights.eos_token_ids(self.model)
+        self._device = self.model.device
         self._request_counter = itertools.count()
         self._released: set[str] = set()
         self._weight_version = "0"
@@ -108,7 +102,7 @@ class RolloutApp:
         return app
 
     async def health(self) -> dict[str, Any]:
-        if not self._thread.is_alive:
+        if not self.thread.is_alive:
             raise ThreadDeadError(
                 "the generation thread has ended; restart the server."
             )
@@ -116,49 +110,49 @@ class RolloutApp:
 
     async def get_model_info(self) -> dict[str, Any]:
         return {
-            "model_path": self._model_path,
-            "tokenizer_path": self._model_path,
+            "model_path": self.model_path,
+            "tokenizer_path": self.model_path,
             "is_generation": True,
             "weight_version": self._weight_version,
         }
 
     async def get_server_info(self) -> dict[str, Any]:
-        stats = self._thread.stats()
+        stats = self.thread.stats()
         return {
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,
             "holds": list(stats.holds),
             "num_weight_updates": self._num_updates,
-            "context_length": self._context_length,
+            "context_length": self.context_length,
             "device": str(self._device),
             "pid": os.getpid(),
         }
 
     async def generate(self, body: protocol.GenerateRequest) -> Response:
         task = self._resolve(body, next(self._request_counter))
-        answer = await asyncio.wrap_future(self._thread.submit(task))
+        answer = await asyncio.wrap_future(self.thread.submit(task))
         # Neither FastAPI's encoder, which is slow on long answers, nor Starlette's,
         # which refuses the NaN that a diverged model may report for a prompt.
         content = json.dumps(self._render(body, answer))
         return Response(content, media_type="application/json")
 
     async def pause(self, body: protocol.PauseRequest) -> dict[str, Any]:
-        await _control(self._thread.pause())
+        await _control(self.thread.pause())
         return {"status": "ok", "message": "Generation is paused."}
 
     async def resume(self, body: protocol.Request) -> dict[str, Any]:
-        await _control(self._thread.resume())
+        await _control(self.thread.resume())
         return {"status": "ok", "message": "Generation continues."}
 
     async def update_weights(
         self, body: protocol.UpdateWeightsRequest
     ) -> dict[str, Any]:
         def update() -> None:
-            weights.update_weights(self._model, body.model_path)
+            weights.update_weights(self.model, body.model_path)
             self._num_updates += 1
             self._weight_version = body.weight_version or str(self._num_updates)
 
-        await _control(self._thread.run_exclusively(update))
+        await _control(self.thread.run_exclusively(update))
         return {"success": True, "message": f"Loaded the weights of {body.model_path}."}
 
     async def release_memory(self, body: protocol.MemoryRequest) -> dict[str, Any]:
@@ -168,21 +162,21 @@ class RolloutApp:
         def release() -> None:
             self._released |= released
             if "weights" in released and self._device.type == "cuda":
-                weights.move(self._model, torch.device("cpu"))
+                weights.move(self.model, torch.device("cpu"))
             if self._device.type == "cuda":
                 torch.cuda.empty_cache()
 
-        await _control(self._thread.release_memory(release))
+        await _control(self.thread.release_memory(release))
         return {"status": "ok"}
 
     async def resume_memory(self, body: protocol.MemoryRequest) -> dict[str, Any]:
         def resume() -> bool:
             self._released -= set(body.tags or _MEMORY_TAGS)
             if "weights" not in self._released:
-                weights.move(self._model, self._device)
+                weights.move(self.model, self._device)
             return not self._released
 
-        await _control(self._thread.resume_memory(resume))
+        await _control(self.thread.resume_memory(resume))
         return {"status": "ok"}
 
     def _resolve(self, body: protocol.GenerateRequest, index: int) -> GenerationTask:
@@ -200,11 +194,11 @@ class RolloutApp:
                     f"vocabulary of the model, [0, {self._vocab_size})."
                 )
         total = len(prompt) + params.max_new_tokens
-        if self._context_length is not None and total > self._context_length:
+        if self.context_length is not None and total > self.context_length:
             raise ValueError(
                 f"prompt of {len(prompt)} tokens + max_new_tokens="
                 f"{params.max_new_tokens} = {total} is more than the context of "
-                f"{self._context_length} tokens; lower gconfig.max_new_tokens (or "
+                f"{self.context_length} tokens; lower gconfig.max_new_tokens (or "
                 "max_tokens) or filter long prompts."
             )
         if body.logprob_start_len > len(prompt):
@@ -213,7 +207,7 @@ class RolloutApp:
                 f"{len(prompt)} tokens."
             )
         if params.stop:
-            self._generator.decoder()  # raises if there is no tokenizer
+            self.generator.decoder()  # raises if there is no tokenizer
 
         # As in SGLang, ignore_eos switches off stop_token_ids as well (AReaL's
         # workflows always add EOS to those). Ids beyond the vocabulary never come up.
@@ -233,7 +227,7 @@ class RolloutApp:
             min_new_tokens=params.min_new_tokens,
             stop_token_ids=frozenset(t for t in stop_ids if 0 <= t < self._vocab_size),
             stop_strings=tuple(params.stop),
-            seed=f"{self._random_seed}/{index}" if seed is None else f"request/{seed}",
+            seed=f"{self.random_seed}/{index}" if seed is None else f"request/{seed}",
             prompt_logprobs_from=body.logprob_start_len if wants_prompt else None,
         )
 

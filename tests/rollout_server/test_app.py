@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 
+from areal_dta.rollout_server import http_rules
 from areal_dta.rollout_server import server as server_module
 from areal_dta.rollout_server.app import RolloutApp
 from areal_dta.rollout_server.generation import BatchGenerator
@@ -41,7 +42,7 @@ def run_client(
     app, thread, scenario: Callable[[httpx.AsyncClient], Awaitable[None]]
 ) -> None:
     async def main() -> None:
-        transport = httpx.ASGITransport(app)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url=URL) as client:
             await asyncio.wait_for(scenario(client), TIMEOUT)
 
@@ -88,6 +89,36 @@ def test_a_full_queue_is_a_503(model, generator) -> None:
         assert await asyncio.gather(*first) == [200, 200]
 
     run_client(*make_app(model, generator, max_queued=2), scenario)
+
+
+def test_a_body_over_the_limit_is_a_413(model, generator, monkeypatch) -> None:
+    monkeypatch.setattr(http_rules, "MAX_BODY_BYTES", 1000)
+
+    async def chunks():
+        for _ in range(20):
+            yield b" " * 100
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        headers = {"Content-Type": "application/json"}
+        for content in (b" " * 2000, chunks()):  # with its length and without
+            reply = await client.post("/generate", content=content, headers=headers)
+            assert reply.status_code == 413
+            assert "1000 bytes" in reply.json()["error"]["message"]
+        assert (await client.post("/generate", json=BODY)).status_code == 200
+
+    run_client(*make_app(model, generator), scenario)
+
+
+def test_a_bug_is_a_500_and_the_server_goes_on(model, generator, monkeypatch) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(RolloutApp, "_render", lambda *args: 1 / 0)
+            reply = await client.post("/generate", json=BODY)
+            assert reply.status_code == 500
+            assert "ZeroDivisionError" in reply.json()["error"]["message"]
+        assert (await client.post("/generate", json=BODY)).status_code == 200
+
+    run_client(*make_app(model, generator), scenario)
 
 
 def kill_thread(generator: BatchGenerator, monkeypatch) -> None:
