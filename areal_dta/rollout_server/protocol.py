@@ -144,10 +144,14 @@ def describe_errors(errors: Sequence[Any]) -> str:
     """Describe Pydantic's errors: where each is, what is wrong, and what was got."""
     problems = []
     for error in errors[:_MAX_PROBLEMS]:
+        if error["type"] == "json_invalid":
+            problems.append(f"body: invalid JSON: {error['ctx']['error']}")
+            continue
         where = ".".join(str(part) for part in error["loc"] if part != "body")
         problem = f"{where or 'body'}: {error['msg'].removeprefix('Value error, ')}"
-        # Our own messages say it themselves, and lists would be too long.
-        if error["type"] != "value_error" and isinstance(error["input"], int | float):
-            problem += f" (got {error['input']!r})"
+        # Our own messages say it themselves, and whole objects would be too long.
+        got = error["input"]
+        if error["type"] != "value_error" and not isinstance(got, dict | list):
+            problem += f" (got {got!r:.60})"
         problems.append(problem)
     return "; ".join(problems)

@@ -109,11 +109,11 @@ def test_prompt_logprobs(server: RunningServer, model) -> None:
         ({"input_ids": [1] * CONTEXT_LENGTH}, "context"),
         ({"max_new_tokens": CONTEXT_LENGTH}, f"context of {CONTEXT_LENGTH}"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"max_new_tokens": "4"}, "max_new_tokens"),
+        ({"max_new_tokens": "4"}, "valid integer (got '4')"),
         ({"min_new_tokens": 9, "max_new_tokens": 4}, "min_new_tokens=9"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": None}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": 0.0}, "top_p: Input should be greater than 0 (got 0.0)"),
         ({"top_k": 0}, "top_k"),
         ({"stop": ""}, "stop"),
         ({"stop": ["x"]}, "tokenizer"),  # the test's checkpoint has none
