@@ -48,6 +48,7 @@ LIGHT = {
     "areal_dta.config.errors, areal_dta.config.composed": "torch areal transformers",
     "areal_dta.config.backends": "torch areal transformers",
     "areal_dta.config.engine_options": "torch areal transformers",
+    "areal_dta.config.server_options": "torch areal transformers pydantic",
     "areal_dta.executor": "areal ray hydra",
     "areal_dta.engine.model_checks": "torch areal transformers",
     "areal_dta.rollout_server.server": "torch areal",
