@@ -88,7 +88,7 @@ class RouterLoad:
     """
 
     def __init__(self, model: nn.Module, tree: PrefixTree) -> None:
-        self._routers = [m for m in model.modules() if _is_router(m)]
+        self._routers: list[Any] = [m for m in model.modules() if _is_router(m)]
         if not self._routers:
             raise ValueError(
                 f"router_load: {type(model).__name__} has no router with `num_experts` "
@@ -98,8 +98,8 @@ class RouterLoad:
         self._weight_T = torch.from_numpy(_sequences_through(tree)).to(device)
         self._is_counted_T = torch.zeros_like(self._weight_T, dtype=torch.bool)
         self._counts = [
-            torch.zeros(num_experts, dtype=torch.int64, device=device)
-            for num_experts in (r.num_experts for r in self._routers)
+            torch.zeros(router.num_experts, dtype=torch.int64, device=device)
+            for router in self._routers
         ]
 
     @property
