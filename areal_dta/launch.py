@@ -1,8 +1,8 @@
 """Train: ``python -m areal_dta.launch --config gsm8k_grpo.yaml [key=value ...]``.
 
-This process stays light. It checks what can be checked at once, starts the process that
-trains (`areal_dta.startup.train_process`), shows what that process reports, and leaves
-nothing behind, however the run ends.
+This process stays light: it imports neither torch nor AReaL. It composes the
+configuration, starts the process that trains (`areal_dta.startup.train_process`), shows
+what that process reports, and leaves no process behind, however the run ends.
 
 Exit codes: 0 done, 1 the run failed, 2 the configuration cannot work, 130 Ctrl-C,
 128 + N another signal.
@@ -19,13 +19,13 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
 
-from areal_dta.config.composed import Composed
-from areal_dta.config.errors import ConfigError
+from areal_dta.config.composed import ConfigError
 from areal_dta.processes.supervisor import Event, Supervisor
 from areal_dta.report.live_table import RunView
 from areal_dta.report.log_alerts import AlertReader
@@ -33,7 +33,7 @@ from areal_dta.report.plot import CURVES, plot_curve
 from areal_dta.report.step_metrics import StepMetrics, read_metrics
 from areal_dta.startup.compose import compose, find_config, project_config_dir, run_dir
 
-# Until the job has told those of its configuration.
+# Until the training process has sent those of its configuration.
 DEFAULT_LIMITS = {"startup_timeout_seconds": 900.0, "grace_seconds": 15.0}
 
 
@@ -46,7 +46,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line.
 
     Raises:
-        ConfigError: it is wrong.
+        ConfigError: an argument is missing or unknown.
     """
     parser = _Parser(
         prog="python -m areal_dta.launch",
@@ -65,22 +65,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the resolved configuration and the plan, and stop",
+        help="print the resolved configuration and what the run would do, and stop",
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     return parser.parse_intermixed_args(argv)
 
 
-def _signals() -> list[signal.Signals]:
-    """Signals that end a run."""
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as under nohup
-        numbers.append(signal.SIGHUP)
-    return numbers
-
-
 class Launcher:
-    """One run, from start to end."""
+    """Start, watch and end one run."""
 
     def __init__(self, directory: Path, console: Console) -> None:
         self.directory = directory
@@ -92,22 +84,20 @@ class Launcher:
         self._note = ""
         self._config_error: str | None = None
         self._checkpoint: str | None = None
-        self._ended = False  # the job has told how it ended
+        self._ended = False  # the outcome is known; processes may still live
         self._signals: list[int] = []
         self._expect("the configuration", "startup_timeout_seconds")
 
     def run(self, config_file: Path, overrides: Sequence[str]) -> int:
-        """Start the job and stay with it until all of its processes are gone."""
+        """Start the training process; return when all processes of the run are gone."""
         self.log_path.write_bytes(b"")
-        command = [
-            sys.executable,
-            "-m",
-            "areal_dta.startup.train_process",
-            "--config",
-            str(config_file),
-        ]
-        previous = {s: signal.signal(s, self._on_signal) for s in _signals()}
-        supervisor = Supervisor([*command, *overrides], self.log_path)
+        command = [sys.executable, "-m", "areal_dta.startup.train_process"]
+        command += ["--config", str(config_file), *overrides]
+        ending = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored by nohup
+            ending.append(signal.SIGHUP)
+        previous = {number: signal.signal(number, self._on_signal) for number in ending}
+        supervisor = Supervisor(command, self.log_path)
         alerts = AlertReader(self.log_path)
         try:
             with self._view:
@@ -117,7 +107,7 @@ class Launcher:
             alerts.close()
             for number, handler in previous.items():
                 signal.signal(number, handler)
-        if self._config_error is not None:  # now that the view is closed
+        if self._config_error is not None:  # printed once the view is closed
             print(f"areal_dta: {self._config_error}", file=sys.stderr)
         else:
             self._conclude()
@@ -127,26 +117,28 @@ class Launcher:
         self._signals.append(number)
 
     def _follow(self, supervisor: Supervisor, alerts: AlertReader) -> None:
-        """Show events until the job has ended, was stopped, or makes no progress."""
+        """Show events until the run ends, is stopped, or makes no progress."""
         stop_at: float | None = None
         handled_signals = 0
         while True:
+            # 1. Show what the training process reports, and errors from the log.
             for event in supervisor.read_events(timeout_seconds=0.2):
                 self._handle(event)
-            # While processes are ended, the others complain; that tells nothing.
+            # Once the run ends, processes complain about those that are gone already.
             for alert in alerts.read_new() if not self._ended else ():
                 self._view.message(alert.text, "red" if alert.is_error else "yellow")
-            code = supervisor.exit_code()
-            if code is not None:
+            # 2. The training process has exited: show its last events.
+            if (code := supervisor.exit_code()) is not None:
                 while events := supervisor.read_events(timeout_seconds=0.0):
                     for event in events:
                         self._handle(event)
                 self._on_exit(code)
                 return
+            # 3. A signal, or no progress within the time limit, ends the run.
             now = time.monotonic()
             if len(self._signals) > handled_signals:
                 if handled_signals:
-                    return  # asked twice: do not wait any longer
+                    return  # asked twice: do not wait for an orderly end
                 handled_signals = len(self._signals)
                 self._ended = True
                 self.exit_code = 128 + self._signals[0]
@@ -156,6 +148,7 @@ class Launcher:
                     f"no progress: waited {self._timeout_seconds:.0f} s for "
                     f"{self._waiting_for}; see the log, or raise {self._timeout_key}"
                 )
+            # 4. Leave it the grace period for an orderly end.
             if self._ended and stop_at is None:
                 if self.exit_code != 0:
                     supervisor.request_stop()
@@ -191,7 +184,7 @@ class Launcher:
                     self._view.status("closing")
 
     def _expect(self, what: str, key: str) -> None:
-        """Start the clock for the next sign of progress, limited by ``launch.key``."""
+        """Wait for the next sign of progress for at most ``launch.<key>`` seconds."""
         self._waiting_for, self._timeout_key = what, f"launch.{key}"
         self._timeout_seconds = self._limits[key]
         self._deadline = time.monotonic() + self._timeout_seconds
@@ -211,29 +204,27 @@ class Launcher:
             self._fail(f"the training process ended early, exit code {code}")
 
     def _conclude(self) -> None:
-        """Draw the curve of what there is, and say where everything lies."""
+        """Plot the run's curve, and print where its files are."""
         metrics_path = self.directory / "metrics.jsonl"
         steps = read_metrics(metrics_path) if metrics_path.exists() else []
-        say = self._console.print
+        say = partial(self._console.print, soft_wrap=True, highlight=False)
         if steps:
             title = f"{self.directory.parent.name} / {self.directory.name}"
             for name in CURVES:
                 path = self.directory / f"{name}.png"
                 if plot_curve(steps, path, name, title, self._note):
-                    label = f"{name} curve"
-                    say(f"{label:<13} {path}", soft_wrap=True, highlight=False)
-                    break  # a policy's loss tells nothing beside its reward
-            say(f"metrics       {metrics_path}", soft_wrap=True, highlight=False)
+                    say(f"{name + ' curve':<13} {path}")
+                    break  # beside a reward, a policy's loss says nothing
+            say(f"metrics       {metrics_path}")
         if self._checkpoint is not None:
-            say(f"checkpoint    {self._checkpoint}", soft_wrap=True, highlight=False)
+            say(f"checkpoint    {self._checkpoint}")
         if self.exit_code == 0 and steps:
-            for summary in (_summary(steps), _collector_summary(steps)):
-                if summary:
-                    say(summary, soft_wrap=True, highlight=False)
+            for summary in filter(None, (_summary(steps), _collector_summary(steps))):
+                say(summary)
             if self._note:
-                say(self._note, style="dim", highlight=False)
+                say(self._note, style="dim", soft_wrap=False)
         elif self.exit_code != 0:
-            say(f"log           {self.log_path}", soft_wrap=True, highlight=False)
+            say(f"log           {self.log_path}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -241,7 +232,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = parse_args(argv)
         composed = compose(find_config(args.config), args.overrides)
         if args.dry_run:
-            print(dry_run(composed, args.overrides))
+            with _quiet():  # AReaL logs to standard output while it is imported
+                from areal_dta.startup.dry_run import dry_run_text
+                from areal_dta.startup.prepare import prepare
+
+                text = dry_run_text(prepare(str(composed.file), args.overrides))
+            print(text)
             return 0
         directory = run_dir(composed)
         with locked(directory):
@@ -251,32 +247,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def dry_run(composed: Composed, overrides: Sequence[str]) -> str:
-    """The resolved configuration and the plan, as text.
-
-    Raises:
-        ConfigError: it cannot work.
-    """
-    with _quiet():  # AReaL logs to standard output while it is imported
-        from areal_dta.startup.dry_run import config_text, plan_text
-        from areal_dta.startup.prepare import prepare
-
-        job = prepare(str(composed.file), overrides)
-        parts = [
-            f"# {composed.file}, resolved; AReaL's defaults are not shown",
-            config_text(job),
-            "plan",
-            plan_text(job),
-        ]
-    return "\n".join(parts)
-
-
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Keep two runs from writing into one directory.
+    """Lock a run's directory, so that no two runs write into it.
 
     Raises:
-        ConfigError: another run holds it, or it cannot be written.
+        ConfigError: another run holds the lock, or the directory is not writable.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -296,19 +272,21 @@ def locked(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide what is written to the standard streams, unless it ends in a crash."""
+    """Hide what is written to stdout and stderr, unless an unexpected error is raised.
+
+    On the level of file descriptors: libraries in C++ write there as well.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     saved = [os.dup(1), os.dup(2)]
     with tempfile.TemporaryFile() as hidden:
-        os.dup2(hidden.fileno(), 1)
-        os.dup2(hidden.fileno(), 2)
-        crashed = True
+        for fd in (1, 2):
+            os.dup2(hidden.fileno(), fd)
+        is_crash = False
         try:
             yield
-            crashed = False
-        except ConfigError:
-            crashed = False
+        except Exception as e:
+            is_crash = not isinstance(e, ConfigError)
             raise
         finally:
             sys.stdout.flush()
@@ -316,13 +294,13 @@ def _quiet() -> Iterator[None]:
             for fd, copy in zip((1, 2), saved, strict=True):
                 os.dup2(copy, fd)
                 os.close(copy)
-            if crashed:
+            if is_crash:
                 hidden.seek(0)
                 os.write(2, hidden.read())
 
 
 def _collector_summary(steps: Sequence[StepMetrics]) -> str:
-    """What collecting and planning cost, and how evenly the ranks were loaded."""
+    """Describe the cost of collecting and planning, and the load of the ranks."""
     found = [m.collector for m in steps if "collector/share_of_step" in m.collector]
     if not found:
         return ""

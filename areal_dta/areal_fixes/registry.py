@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from packaging.specifiers import SpecifierSet
 
-from areal_dta.config.errors import ConfigError
+from areal_dta.config.composed import ConfigError
 
 if TYPE_CHECKING:
     from areal_dta.config.resolved import ResolvedRun

@@ -10,7 +10,7 @@ from typing import Any
 
 def __getattr__(name: str) -> Any:
     if not name.startswith("__"):
-        for module in ("schema", "resolved", "engine_sections"):
+        for module in ("schema", "resolved"):
             found = import_module(f"{__name__}.{module}")
             if hasattr(found, name):
                 return getattr(found, name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from areal_dta.config.errors import ConfigError, did_you_mean
+from areal_dta.config.composed import ConfigError, did_you_mean
 
 TRAIN_BACKENDS: Final = {
     "dta": "fsdp",

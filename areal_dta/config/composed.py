@@ -1,7 +1,13 @@
-"""Configuration between its files and schema. (Separate module: a light import.)"""
+"""A composed configuration, and the errors of one that cannot work.
+
+Light: the launcher composes without AReaL, which the schema needs.
+"""
 
 from __future__ import annotations
 
+import difflib
+import textwrap
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,5 +25,27 @@ class Composed:
     groups: tuple[str, ...]
     """All config groups that could have been given."""
     named: frozenset[str] = frozenset()
-    """Top-level keys that the file itself or an override names: not those that only
-    config groups bring."""
+    """Top-level keys that the file or an override names, unlike those that only config
+    groups bring."""
+
+
+class ConfigError(ValueError):
+    """The user's command or configuration cannot work; the message is one line."""
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """Return ``" (did you mean 'x'?)"``, or an empty string."""
+    close = difflib.get_close_matches(word, list(candidates), n=1, cutoff=0.6)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def one_line(error: BaseException, max_chars: int = 10_000) -> str:
+    """Return an exception's message on one line, or its type where it has none."""
+    text = textwrap.shorten(str(error), max_chars, placeholder="...")
+    return text or type(error).__name__
+
+
+def first_line(error: BaseException, max_chars: int = 10_000) -> str:
+    """Return the first line of an exception's message: AReaL's carry whole logs."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return textwrap.shorten(lines[0], max_chars, placeholder="...")

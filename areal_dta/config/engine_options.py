@@ -1,8 +1,8 @@
-"""Options of the tree engine (``actor.dta``). Light: read at start-up."""
+"""Options of the tree engine (``actor.dta``). Light: neither torch nor AReaL."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from areal_dta.schedule import DEFAULT_BLOCK_TOKENS
@@ -23,64 +23,37 @@ class DTAOptions:
         ValueError: a value is out of range; the message names its key.
     """
 
-    block_tokens: int | str = field(
-        default=DEFAULT_BLOCK_TOKENS,
-        metadata={"help": "Most tokens of one call of the model; auto fits memory."},
-    )
-    retain_tokens: int | str | None = field(
-        default=None,
-        metadata={
-            "help": "Most tokens whose graph is kept instead of recomputed; null keeps "
-            "all (fastest), 0 keeps none (least memory), auto fits memory."
-        },
-    )
-    positions: str = field(
-        default="auto",
-        metadata={
-            "help": "What is computed: auto only what the loss reads, where that is "
-            "known; all everything."
-        },
-    )
-    loss_scope: str = field(
-        default="auto",
-        metadata={
-            "help": "When the loss is evaluated: sequence block by block, batch once "
-            "(one more forward); auto takes sequence where that is exact."
-        },
-    )
-    fuse_prox_logp: str = field(
-        default="auto",
-        metadata={
-            "help": "auto takes the proximal logprobs from the update itself where "
-            "that is exact, and saves a forward pass; false never."
-        },
-    )
-    reshard: str = field(
-        default="step",
-        metadata={
-            "help": "Parameters of several ranks: step gathers them for a whole pass; "
-            "block layer by layer, with ranks in step, for models that do not fit."
-        },
-    )
-
-    router_load: bool = field(
-        default=False,
-        metadata={
-            "help": "Of a mixture of experts: log how unevenly they are chosen, as "
-            "dta/expert_load_max_over_mean."
-        },
-    )
+    block_tokens: int | str = DEFAULT_BLOCK_TOKENS
+    """Maximum number of tokens per call of the model; auto fits it to memory."""
+    retain_tokens: int | str | None = None
+    """Maximum number of tokens whose autograd graph is kept instead of recomputed: null
+    keeps all (fastest), 0 keeps none (least memory), auto fits it to memory."""
+    positions: str = "auto"
+    """Outputs to compute: auto, those that the loss needs, where that is known; all,
+    every output."""
+    loss_scope: str = "auto"
+    """When the loss is evaluated: sequence, block by block; batch, once, after one more
+    forward pass; auto takes sequence where that is exact."""
+    fuse_prox_logp: str = "auto"
+    """auto takes the proximal logprobs from the update itself where that is exact, and
+    saves a forward pass; false never does."""
+    reshard: str = "step"
+    """When the ranks gather sharded parameters: step, once per pass; block, layer by
+    layer with the ranks in step, for models that do not fit."""
+    router_load: bool = False
+    """For a mixture of experts: log as dta/expert_load_max_over_mean how unevenly the
+    experts are chosen."""
 
     def __post_init__(self) -> None:
-        for name, least in (("block_tokens", 1), ("retain_tokens", 0)):
+        for name, minimum in (("block_tokens", 1), ("retain_tokens", 0)):
             value = getattr(self, name)
             if value == "auto" or (value is None and name == "retain_tokens"):
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
                 also = ", null" if name == "retain_tokens" else ""
                 raise ValueError(
-                    f"dta.{name}={value}; expected a whole number >= {least}{also} or "
-                    "auto"
+                    f"dta.{name}={value}; expected a whole number >= {minimum}{also} "
+                    "or auto"
                 )
         # YAML reads an unquoted false as a boolean.
         self.fuse_prox_logp = str(self.fuse_prox_logp).lower()

@@ -17,7 +17,7 @@ from areal_dta.config.backends import (
     Backend,
     parse_backend,
 )
-from areal_dta.config.errors import ConfigError
+from areal_dta.config.composed import ConfigError
 from areal_dta.config.schema import DTAConfig, DTADPOConfig, DTAGRPOConfig
 
 KIND_OF: Final = {"ppo": "actor", "sft": "lm", "dpo": "dpo", "rw": "rw"}

@@ -1,8 +1,8 @@
 """Structured configuration: AReaL's configurations with our additions.
 
-``algorithm`` chooses the class. Additions: ``actor.dta`` (the tree engine's options; of
-every model on a training engine), ``local`` (the embedded rollout server's), ``launch``
-(time-outs), the workflow, reward and data set as import strings; and the backends
+``algorithm`` chooses the class. Additions: ``dta`` (the tree engine's options) in every
+model's section, ``local`` (options of the embedded server), ``launch`` (time-outs),
+workflow, reward and data set as import strings; and the backends
 ``dta:dN`` and ``local:dN``, which AReaL does not know: `ResolvedRun.for_areal` replaces
 them before AReaL parses them.
 """
@@ -17,64 +17,101 @@ from typing import Any, Final
 
 from areal.api.cli_args import (
     DPOConfig,
+    DPOEngineConfig,
     GenerationHyperparameters,
     GRPOConfig,
     InferenceEngineConfig,
+    PPOActorConfig,
+    PPOCriticConfig,
     RWConfig,
     SFTConfig,
+    TeacherConfig,
+    TrainEngineConfig,
     to_structured_cfg,
 )
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from areal_dta.config.composed import Composed
-from areal_dta.config.engine_sections import (
-    DTADPOEngineConfig,
-    DTAPPOActorConfig,
-    DTAPPOCriticConfig,
-    DTATeacherConfig,
-    DTATrainEngineConfig,
+from areal_dta.config.composed import (
+    Composed,
+    ConfigError,
+    did_you_mean,
+    first_line,
+    one_line,
 )
-from areal_dta.config.errors import ConfigError, did_you_mean, one_line
+from areal_dta.config.engine_options import DTAOptions, fuses_prox_logp
 from areal_dta.config.server_options import LocalServerConfig
 
 ALGORITHMS: Final = ("ppo", "sft", "dpo", "rw")
-"""``ppo`` stands for all that learn from rollouts: GRPO, PPO, GSPO, SAPO, ..."""
+"""``ppo`` stands for every algorithm that learns from rollouts: GRPO, PPO, GSPO, ..."""
 # Sections that presets such as hardware=cpu also give to jobs without rollouts.
 _ROLLOUT_SECTIONS: Final = ("rollout", "gconfig", "local")
+
+
+@dataclass
+class TreeEngineFields:
+    """Mixin; our additions to each of AReaL's configurations of a training engine."""
+
+    dta: DTAOptions = field(default_factory=DTAOptions)
+    engine: str = ""
+    """Set by the trainer: the engine that `backend` selected."""
+
+
+@dataclass
+class DTAPPOActorConfig(TreeEngineFields, PPOActorConfig):
+    """Configuration of the actor, and of a reference or a teacher."""
+
+    def should_compute_prox_logp(self) -> bool:
+        """Return whether the trainer runs a forward pass for the proximal logprobs."""
+        if self.engine == "dta" and fuses_prox_logp(self):
+            return False
+        return bool(super().should_compute_prox_logp())
+
+
+@dataclass
+class DTAPPOCriticConfig(TreeEngineFields, PPOCriticConfig):
+    """Configuration of the critic."""
+
+
+@dataclass
+class DTATrainEngineConfig(TreeEngineFields, TrainEngineConfig):
+    """Configuration of the model in supervised fine-tuning, or of a reward model."""
+
+
+@dataclass
+class DTADPOEngineConfig(TreeEngineFields, DPOEngineConfig):
+    """Configuration of the model, and of its reference, in DPO."""
+
+
+@dataclass
+class DTATeacherConfig(TeacherConfig):
+    """AReaL's teacher; `train.backend` may also be ``dta:dN``."""
+
+    train: DTAPPOActorConfig | None = None
 
 
 @dataclass
 class RolloutConfig(InferenceEngineConfig):
     """AReaL's rollout configuration; `backend` may also be ``local:dN``."""
 
-    engine: str = field(
-        default="",
-        metadata={"help": "Set by the trainer: the server that `backend` selected."},
-    )
+    engine: str = ""
+    """Set by the trainer: the server that `backend` selected."""
 
 
 @dataclass
 class LaunchOptions:
     """How the launcher starts and watches the processes. Seconds throughout."""
 
-    loopback: bool = field(
-        default=True,
-        metadata={"help": "Workers listen on 127.0.0.1 only (one machine)."},
-    )
-    worker_timeout_seconds: float = field(
-        default=300.0, metadata={"help": "For one worker process to come up."}
-    )
-    startup_timeout_seconds: float = field(
-        default=900.0, metadata={"help": "From the start until the first rollout."}
-    )
-    step_timeout_seconds: float = field(
-        default=1800.0, metadata={"help": "For one training step."}
-    )
-    grace_seconds: float = field(
-        default=15.0,
-        metadata={"help": "For an orderly end before processes are killed."},
-    )
+    loopback: bool = True
+    """Workers listen on 127.0.0.1 only (one machine)."""
+    worker_timeout_seconds: float = 300.0
+    """Maximum time until a worker process is up."""
+    startup_timeout_seconds: float = 900.0
+    """Maximum time until the first step."""
+    step_timeout_seconds: float = 1800.0
+    """Maximum time of one training step."""
+    grace_seconds: float = 15.0
+    """Time for an orderly end before processes are killed."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
@@ -87,30 +124,22 @@ class LaunchOptions:
 
 @dataclass
 class JobFields:
-    """What we add to AReaL's configuration of every experiment."""
+    """Mixin; our additions to AReaL's configuration of every experiment."""
 
     algorithm: str = "ppo"
-    schema: str = field(
-        default="",
-        metadata={
-            "help": "Import string of a recipe's configuration class: a subclass of "
-            "the algorithm's, with sections of its own."
-        },
-    )
+    schema: str = ""
+    """Import string of a recipe's configuration class: a subclass of the algorithm's,
+    with sections of its own."""
     launch: LaunchOptions = field(default_factory=LaunchOptions)
-    dataset_fn: str = field(
-        default="areal_dta.tasks.gsm8k.load_dataset",
-        metadata={"help": "Import string of the function that loads the data set."},
-    )
-    note: str = field(
-        default="",
-        metadata={"help": "Printed under the curve: what its rise or fall means."},
-    )
+    dataset_fn: str = "areal_dta.tasks.gsm8k.load_dataset"
+    """Import string of the function that loads the data set."""
+    note: str = ""
+    """Printed under the curve: what its rise or fall means."""
 
 
 @dataclass
 class DTAGRPOConfig(JobFields, GRPOConfig):
-    """A job that learns from rollouts. All of AReaL's configuration is available."""
+    """Learning from rollouts, with all of AReaL's GRPO configuration."""
 
     actor: DTAPPOActorConfig = field(default_factory=DTAPPOActorConfig)
     ref: DTAPPOActorConfig | None = None
@@ -118,30 +147,21 @@ class DTAGRPOConfig(JobFields, GRPOConfig):
     teacher: DTATeacherConfig | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     local: LocalServerConfig = field(default_factory=LocalServerConfig)
-    workflow: str = field(
-        default="areal.workflow.rlvr.RLVRWorkflow",
-        metadata={"help": "Import string of the rollout workflow."},
-    )
-    reward_fn: str = field(
-        default="areal_dta.tasks.math_reward.math_reward_fn",
-        metadata={"help": "Import string of the reward function."},
-    )
-    group_filter: str = field(
-        default="",
-        metadata={
-            "help": "Import string of a function that says whether a prompt's "
-            "trajectories are trained on; empty: all are."
-        },
-    )
-    enable_thinking: bool = field(
-        default=False, metadata={"help": "Passed to the model's chat template."}
-    )
+    workflow: str = "areal.workflow.rlvr.RLVRWorkflow"
+    """Import string of the rollout workflow."""
+    reward_fn: str = "areal_dta.tasks.math_reward.math_reward_fn"
+    """Import string of the reward function."""
+    group_filter: str = ""
+    """Import string of a function that decides whether to train on a prompt's
+    trajectories; empty: train on all."""
+    enable_thinking: bool = False
+    """Passed to the model's chat template."""
 
     def workflow_arguments(self, gconfig: GenerationHyperparameters) -> dict[str, Any]:
-        """Of the rollout workflow; import strings, since workers make it.
+        """Return the rollout workflow's arguments, with import strings for functions.
 
         Args:
-            gconfig: of training, or of evaluation.
+            gconfig: that of training, or that of evaluation.
         """
         return {
             "reward_fn": self.reward_fn,
@@ -151,7 +171,7 @@ class DTAGRPOConfig(JobFields, GRPOConfig):
         }
 
     def check(self) -> None:
-        """Further checks of a recipe, before anything starts.
+        """Check a recipe's own settings, before anything starts.
 
         Raises:
             ValueError: something cannot work; the message is one line.
@@ -169,7 +189,7 @@ class DTASFTConfig(JobFields, SFTConfig):
 
 @dataclass
 class DTADPOConfig(JobFields, DPOConfig):
-    """Direct preference optimisation, on pairs."""
+    """Direct preference optimization, on pairs."""
 
     algorithm: str = "dpo"
     actor: DTADPOEngineConfig = field(default_factory=DTADPOEngineConfig)
@@ -198,7 +218,8 @@ _CONFIG_CLASSES: Final[dict[str, type[DTAConfig]]] = {
 
 
 def config_class(composed: Composed) -> type[DTAConfig]:
-    """
+    """Return the class that ``algorithm`` and ``schema`` select.
+
     Raises:
         ConfigError: there is no such algorithm or schema.
     """
@@ -209,26 +230,34 @@ def config_class(composed: Composed) -> type[DTAConfig]:
             f"of {', '.join(ALGORITHMS)} (ppo: GRPO and all that learn from rollouts)"
         )
     base = _CONFIG_CLASSES[name]
-    schema = str(composed.config.get("schema") or "")
-    return _schema_class(schema, base) if schema else base
-
-
-def _schema_class(path: str, base: type[DTAConfig]) -> type[DTAConfig]:
-    module, _, name = path.rpartition(".")
-    try:
-        cls = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise ConfigError(
-            f"schema={path} cannot be imported ({one_line(e)}); "
-            "expected package.module.Class"
-        ) from e
+    path = str(composed.config.get("schema") or "")
+    cls = load_object(path, "schema") if path else base
     if not (isinstance(cls, type) and issubclass(cls, base)):
         raise ConfigError(f"schema={path} is not a subclass of {base.__name__}")
     return cls
 
 
+def load_object(path: str, key: str) -> Any:
+    """Import ``package.module.name``.
+
+    Args:
+        key: the configuration key, for messages.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise ConfigError(
+            f"{key}={path} cannot be imported ({one_line(e)}); "
+            "expected package.module.name"
+        ) from e
+
+
 def to_structured(composed: Composed) -> DTAConfig:
-    """Check a composed configuration against the schema and make it an object.
+    """Check a composed configuration against the schema and build the object.
 
     Raises:
         ConfigError: unknown key (with the closest one that exists), wrong type,
@@ -237,11 +266,6 @@ def to_structured(composed: Composed) -> DTAConfig:
     cls = config_class(composed)
     try:
         merged = to_structured_cfg(_without_presets(composed, cls), cls)
-    except ConfigKeyError as e:
-        raise ConfigError(_unknown_key(e, composed)) from e
-    except (OmegaConfBaseException, ValueError) as e:
-        raise ConfigError(_with_key(e)) from e
-    try:
         OmegaConf.resolve(merged)
         if missing := OmegaConf.missing_keys(merged):
             # The shortest first: longer ones often refer to it.
@@ -251,8 +275,10 @@ def to_structured(composed: Composed) -> DTAConfig:
                 f"no value for {', '.join(names[:3])}{more}; set it in the YAML"
             )
         config = OmegaConf.to_object(merged)
-    except ConfigError:
+    except ConfigError:  # it is a ValueError as well
         raise
+    except ConfigKeyError as e:
+        raise ConfigError(_unknown_key(e, composed)) from e
     except (OmegaConfBaseException, ValueError, TypeError) as e:
         raise ConfigError(_with_key(e)) from e
     assert isinstance(config, cls)
@@ -288,9 +314,8 @@ def _unknown_key(error: ConfigKeyError, composed: Composed) -> str:
 
 
 def _with_key(error: Exception) -> str:
-    """The first line of OmegaConf's message behind the key that it is about."""
+    """Return the error's message, after the key that an OmegaConf error is about."""
     if not isinstance(error, OmegaConfBaseException):
         return one_line(error)
     key = error.full_key or error.key
-    first = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"{key}: {first}" if key else first
+    return f"{key}: {first_line(error)}" if key else first_line(error)

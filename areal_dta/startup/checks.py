@@ -1,7 +1,9 @@
-"""Find out before anything starts that a configuration cannot work on this machine.
+"""Refuse what cannot work on this machine before anything starts.
 
-Each check returns nothing or raises `ConfigError` with one line: what was got, what
-was expected, and the remedy.
+Each check returns nothing, or raises `ConfigError` with one line: what was got, what
+was expected, and the remedy. This is the only place where a user's setting is refused
+for its meaning; the schema refuses keys and types, the tree engine's own refusals are
+in `areal_dta.engine.model_checks`.
 """
 
 from __future__ import annotations
@@ -9,181 +11,232 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
-from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 from areal_dta.areal_fixes.registry import check_versions
-from areal_dta.config.backends import Backend
-from areal_dta.config.composed import Composed
-from areal_dta.config.errors import ConfigError, did_you_mean, one_line
+from areal_dta.config.composed import Composed, ConfigError, did_you_mean, one_line
 from areal_dta.config.resolved import ResolvedRun, Section
-from areal_dta.config.schema import (
-    DTAConfig,
-    DTAGRPOConfig,
-)
+from areal_dta.config.schema import DTAConfig, DTAGRPOConfig, load_object
 from areal_dta.engine import PAIR_KINDS, VALUE_KINDS, engine_class
-from areal_dta.startup.hardware import detect_hardware, num_gpus
-from areal_dta.startup.rollout_checks import (
-    check_agent,
-    check_group_norms,
-    check_reference,
-    check_rollout,
-    check_teacher,
-)
+from areal_dta.engine.model_checks import check_actor_config
+from areal_dta.startup.compose import detect_hardware, num_gpus
 
-_ROWS = {"ppo": "prompts", "sft": "examples", "dpo": "pairs", "rw": "pairs"}
+_EXAMPLES = {"ppo": "prompts", "sft": "examples", "dpo": "pairs", "rw": "pairs"}
 SCHEDULERS = ("local", "ray", "slurm")
-# What names directories, and keys in AReaL's name service.
+# Names of directories, which are also keys in AReaL's name service.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
-def check_config(run: ResolvedRun, composed: Composed) -> list[str]:
-    """Run all checks; cheap ones first.
+def check_run(run: ResolvedRun, composed: Composed) -> list[str]:
+    """Run all checks, cheap ones first.
 
     Returns:
-        One message for each setting that is switched off.
+        Notes for the user, e.g. one per setting that is switched off.
 
     Raises:
         ConfigError: the first thing that cannot work.
     """
-    config, sections = run.config, run.models
+    config = run.config
     check_names(config)
     check_versions(run)
-    rollout = run.rollout.backend if run.rollout is not None else None
-    check_hardware(config, composed, sections, rollout)
-    if isinstance(config, DTAGRPOConfig):
-        assert rollout is not None
-        check_rollout(config, rollout)
-        check_group_norms(config)
-        check_teacher(run)
-        check_agent(config)
-    check_steps(config)
-    messages = []
-    for section in sections:
-        check_batch(config, section)
-        check_kind(section)
-        messages += check_engine(section)
-    if isinstance(config, DTAGRPOConfig):
-        messages += check_reference(config)
-    check_imports(config)
+    check_hardware(run, composed)
+    rollout_notes = check_rollouts(run)
+    notes = []
+    for model in run.models:
+        check_batch(config, model)
+        check_kind(model)
+        notes += check_engine(model)
+    for key in ("workflow", "reward_fn", "dataset_fn", "group_filter"):
+        if path := getattr(config, key, ""):
+            load_object(path, key)
     check_dataset_path(config.train_dataset.path)
-    for section in sections:
-        check_model_path(section.config.path, f"{section.name}.path")
-        check_experts(section)
-    return messages + gpu_note(run)
+    for model in run.models:
+        check_model(model)
+    return notes + rollout_notes + gpu_note(run)
 
 
 def check_names(config: DTAConfig) -> None:
+    """Check what names directories and services, and the number of steps."""
     for key in ("experiment_name", "trial_name"):
         if not _NAME.match(name := getattr(config, key)):
             raise ConfigError(
                 f"{key}={name!r} names a directory; expected letters, digits, "
                 "'.', '_' and '-'"
             )
-    fileroot = config.cluster.fileroot
-    if config.scheduler.type == "local" and shlex.quote(fileroot) != fileroot:
+    scheduler, fileroot = config.scheduler.type, config.cluster.fileroot
+    if scheduler == "local" and shlex.quote(fileroot) != fileroot:
         raise ConfigError(
             f"cluster.fileroot={fileroot!r}: AReaL passes it to a shell unquoted; "
             "use one without spaces and special characters"
         )
-    if config.scheduler.type not in SCHEDULERS:
-        hint = did_you_mean(str(config.scheduler.type), SCHEDULERS)
+    if scheduler not in SCHEDULERS:
         raise ConfigError(
-            f"scheduler.type={config.scheduler.type}: unknown{hint}; "
+            f"scheduler.type={scheduler}: unknown"
+            f"{did_you_mean(str(scheduler), SCHEDULERS)}; "
             f"expected one of {', '.join(SCHEDULERS)}"
         )
-
-
-def check_hardware(
-    config: DTAConfig,
-    composed: Composed,
-    sections: Sequence[Section],
-    rollout: Backend | None,
-) -> None:
-    gpus = num_gpus()
-    local = config.scheduler.type == "local"
-    if composed.choices.get("hardware") == "gpu" and local and gpus == 0:
-        raise ConfigError(
-            f"hardware=gpu, but {detect_hardware().reason}; use hardware=cpu"
-        )
-    for section in sections:
-        key = f"{section.name}.backend={section.config.backend}"
-        backend = section.backend
-        asked = section.config.scheduling_spec[0].gpu > 0
-        if asked and local and backend.num_ranks > gpus:
-            raise ConfigError(
-                f"{key} needs {backend.num_ranks} GPUs, this machine has {gpus}; "
-                "use fewer ranks or hardware=cpu"
-            )
-        if not asked and backend.engine in ("megatron", "archon"):
-            raise ConfigError(
-                f"{key} needs GPUs; use {section.name}.backend=dta:d1 or fsdp:d1"
-            )
-    if rollout is None or config.actor.scheduling_spec[0].gpu > 0:
-        return
-    if config.actor.weight_update_mode == "xccl":
-        raise ConfigError(
-            "actor.weight_update_mode=xccl needs GPUs; "
-            "use actor.weight_update_mode=disk"
-        )
-    if rollout.engine != "local":
-        raise ConfigError(
-            f"rollout.backend={config.rollout.backend} needs a GPU; "
-            "use rollout.backend=local:d1, or hardware=gpu"
-        )
-
-
-def check_batch(config: DTAConfig, section: Section) -> None:
-    # With our engines sequences are dealt to trainers, whatever the number of prompts.
-    batch, backend = config.train_dataset.batch_size, section.backend
-    dp = backend.dp_size
-    ours = engine_class(section.kind, backend.engine, section.config.attn_impl)
-    if config.algorithm == "ppo" and ours is not None:
-        return
-    if batch % dp:
-        raise ConfigError(
-            f"train_dataset.batch_size={batch} {_ROWS[config.algorithm]} cannot be "
-            f"shared evenly by the {dp} trainers of "
-            f"{section.name}.backend={section.config.backend}; use a multiple of {dp}"
-        )
-
-
-def check_steps(config: DTAConfig) -> None:
     if config.total_train_steps is not None and config.total_train_steps < 1:
         raise ConfigError(
             f"total_train_steps={config.total_train_steps}; expected >= 1"
         )
 
 
-def check_kind(section: Section) -> None:
-    """Settings that an algorithm needs whatever the engine."""
-    name, config = section.name, section.config
-    wanted = section.kind in VALUE_KINDS
-    if bool(config.is_critic) is not wanted:
-        what = "values" if wanted else "a language model"
+def check_hardware(run: ResolvedRun, composed: Composed) -> None:
+    """Check that the machine has the GPUs that the run asks for."""
+    gpus = num_gpus()
+    is_local = run.config.scheduler.type == "local"
+    if composed.choices.get("hardware") == "gpu" and is_local and gpus == 0:
+        raise ConfigError(f"hardware=gpu, but {detect_hardware()[1]}; use hardware=cpu")
+    for model in run.models:
+        key, backend = f"{model.name}.backend={model.config.backend}", model.backend
+        uses_gpus = model.config.scheduling_spec[0].gpu > 0
+        if uses_gpus and is_local and backend.num_ranks > gpus:
+            raise ConfigError(
+                f"{key} needs {backend.num_ranks} GPUs, this machine has {gpus}; "
+                "use fewer ranks or hardware=cpu"
+            )
+        if not uses_gpus and backend.engine in ("megatron", "archon"):
+            raise ConfigError(
+                f"{key} needs GPUs; use {model.name}.backend=dta:d1 or fsdp:d1"
+            )
+    if run.rollout is None or run.actor.config.scheduling_spec[0].gpu > 0:
+        return
+    if run.actor.config.weight_update_mode == "xccl":
+        raise ConfigError(
+            "actor.weight_update_mode=xccl needs GPUs; "
+            "use actor.weight_update_mode=disk"
+        )
+    if run.rollout.backend.engine != "local":
+        raise ConfigError(
+            f"rollout.backend={run.rollout.config.backend} needs a GPU; "
+            "use rollout.backend=local:d1, or hardware=gpu"
+        )
+
+
+def check_rollouts(run: ResolvedRun) -> list[str]:
+    """Run the checks for learning from rollouts; return notes for the user."""
+    if not isinstance(run.config, DTAGRPOConfig):
+        return []
+    assert run.rollout is not None
+    check_installed(run.rollout, "rollout.backend=local:d1")
+    if run.rollout.backend.engine == "local":
+        check_embedded_server(run.config)
+    check_group_norms(run.config)
+    if run.teacher is not None:
+        check_installed(run.teacher, "teacher.engine_type=train")
+    check_agent(run.config)
+    return check_reference(run.config)
+
+
+def check_installed(server: Section, otherwise: str) -> None:
+    engine = server.backend.engine
+    if engine != "local" and find_spec(engine) is None:
+        raise ConfigError(
+            f"{server.name}.backend={server.config.backend}, but {engine} is not "
+            f"installed; pip install {engine}, or use {otherwise}"
+        )
+
+
+def check_embedded_server(config: DTAGRPOConfig) -> None:
+    if config.actor.weight_update_mode != "disk":
+        raise ConfigError(
+            f"actor.weight_update_mode={config.actor.weight_update_mode}, but "
+            "rollout.backend=local takes weights from disk only; "
+            "use actor.weight_update_mode=disk"
+        )
+    if config.actor.use_lora or config.rollout.use_lora:
+        raise ConfigError(
+            "actor.use_lora=true, but rollout.backend=local takes whole checkpoints, "
+            "not adapters; use rollout.backend=sglang:dN, or actor.use_lora=false"
+        )
+    try:
+        config.local.validate()
+    except ValueError as e:
+        raise ConfigError(f"local: {one_line(e)}") from e
+
+
+def check_group_norms(config: DTAGRPOConfig) -> None:
+    """Check that a group over which is normalized is one prompt's samples."""
+    samples = config.gconfig.n_samples
+    for key in ("reward_norm", "adv_norm"):
+        norm = getattr(config.actor, key)
+        is_grouped = norm is not None and "group" in (norm.mean_level, norm.std_level)
+        if is_grouped and norm.group_size != samples:
+            raise ConfigError(
+                f"actor.{key}.group_size={norm.group_size} would mix prompts, since "
+                f"gconfig.n_samples={samples}; set it to ${{gconfig.n_samples}}"
+            )
+
+
+def check_agent(config: DTAGRPOConfig) -> None:
+    """Check how an agent's model calls become sequences, and what its recipe asks."""
+    agent = config.rollout.agent
+    wanted = {"individual": "hf", "concat": "concat"}[agent.export_style]
+    if agent.chat_template_type != wanted:
+        raise ConfigError(
+            f"rollout.agent.export_style={agent.export_style} with chat_template_type="
+            f"{agent.chat_template_type} would train some turns twice or not at all; "
+            f"set rollout.agent.chat_template_type={wanted}"
+        )
+    try:
+        config.check()
+    except ValueError as e:
+        raise ConfigError(one_line(e)) from e
+
+
+def check_reference(config: DTAGRPOConfig) -> list[str]:
+    """Check that a KL term has its reference, and the reference a KL term."""
+    # AReaL computes a KL term without a reference as if its logprobs were all 0.
+    if config.ref is None and config.actor.kl_ctl > 0:
+        raise ConfigError(
+            f"actor.kl_ctl={config.actor.kl_ctl} needs a reference; "
+            "add the section ref, or use actor.kl_ctl=0"
+        )
+    if config.ref is not None and config.actor.kl_ctl <= 0:
+        return ["ref: not used, since actor.kl_ctl=0"]
+    return []
+
+
+def check_batch(config: DTAConfig, model: Section) -> None:
+    """Check that a batch can be shared evenly where the engine needs that."""
+    batch, dp_size = config.train_dataset.batch_size, model.backend.dp_size
+    ours = engine_class(model.kind, model.backend.engine, model.config.attn_impl)
+    if config.algorithm == "ppo" and ours is not None:
+        return  # our engines deal sequences to ranks, whatever the number of prompts
+    if batch % dp_size:
+        raise ConfigError(
+            f"train_dataset.batch_size={batch} {_EXAMPLES[config.algorithm]} cannot be "
+            f"shared evenly by the {dp_size} trainers of "
+            f"{model.name}.backend={model.config.backend}; use a multiple of {dp_size}"
+        )
+
+
+def check_kind(model: Section) -> None:
+    """Check settings that the algorithm needs, whatever the engine."""
+    name, config = model.name, model.config
+    is_critic = model.kind in VALUE_KINDS
+    if bool(config.is_critic) is not is_critic:
+        what = "values" if is_critic else "a language model"
         raise ConfigError(
             f"{name}.is_critic={str(config.is_critic).lower()}, but {name} is to train "
-            f"{what}; set {name}.is_critic={str(wanted).lower()}"
+            f"{what}; set {name}.is_critic={str(is_critic).lower()}"
         )
-    if section.kind in PAIR_KINDS and config.mb_spec.granularity != 2:
+    if model.kind in PAIR_KINDS and config.mb_spec.granularity != 2:
         raise ConfigError(
             f"{name}.mb_spec.granularity={config.mb_spec.granularity} would tear pairs "
             f"apart; set {name}.mb_spec.granularity=2"
         )
-    if section.kind == "rw" and section.backend.engine not in ("dta", "fsdp"):
+    if model.kind == "rw" and model.backend.engine not in ("dta", "fsdp"):
         raise ConfigError(
             f"{name}.backend={config.backend}: AReaL's reward models fail with a "
             f"KeyError in 1.0.4 except here; use {name}.backend=dta:dN or fsdp:dN"
         )
 
 
-def check_engine(section: Section) -> list[str]:
-    name, config, engine = section.name, section.config, section.backend.engine
+def check_engine(model: Section) -> list[str]:
+    """Check the engine's options; return a note per setting that is switched off."""
+    name, config, engine = model.name, model.config, model.backend.engine
     if engine == "dta":
-        from areal_dta.engine import check_actor_config
-
         try:
             return [f"{name}: {line}" for line in check_actor_config(config)]
         except ValueError as e:
@@ -197,44 +250,8 @@ def check_engine(section: Section) -> list[str]:
     return []
 
 
-def check_experts(section: Section) -> None:
-    """`dta.router_load` counts experts, so there have to be some."""
-    from transformers import AutoConfig
-
-    if section.backend.engine != "dta" or not section.config.dta.router_load:
-        return
-    model = AutoConfig.from_pretrained(section.config.path)
-    if not any("expert" in key for key in model.to_dict()):
-        raise ConfigError(
-            f"{section.name}.dta.router_load=true, but {section.config.path} "
-            f"({model.model_type}) has no experts; set it false"
-        )
-
-
-def check_imports(config: DTAConfig) -> None:
-    for key in ("workflow", "reward_fn", "dataset_fn", "group_filter"):
-        if path := getattr(config, key, ""):
-            load_object(path, key)
-
-
-def load_object(path: str, key: str) -> Any:
-    """Import ``package.module.name``.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise ConfigError(
-            f"{key}={path} cannot be imported ({one_line(e)}); "
-            "expected package.module.name"
-        ) from e
-
-
 def check_dataset_path(path: str) -> None:
-    """A path that looks like a file must be one; other names are the loader's."""
+    """Check that a path that looks like a file is one; other names are the loader's."""
     looks_like_file = path.endswith((".jsonl", ".json")) or path.startswith(("/", "."))
     if looks_like_file and not os.path.exists(path):
         raise ConfigError(
@@ -243,47 +260,47 @@ def check_dataset_path(path: str) -> None:
         )
 
 
-def check_model_path(path: str, key: str = "actor.path") -> None:
-    """The model's configuration can be read, from a directory or from the hub."""
+def check_model(model: Section) -> None:
+    """Check that the model's configuration can be read, from a directory or the hub."""
     from transformers import AutoConfig
 
+    path, key = model.config.path, f"{model.name}.path"
     if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
         raise ConfigError(f"{key}={path} holds no config.json: not a model")
     if path.startswith(("/", "./", "../", "~")) and not os.path.isdir(path):
         raise ConfigError(f"{key}={path}: no such directory")
     try:
-        AutoConfig.from_pretrained(path)
+        found = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as e:
-        raise ConfigError(f"{key}={path} cannot be loaded: {_brief(e)}") from e
+        raise ConfigError(f"{key}={path} cannot be loaded: {one_line(e, 200)}") from e
+    counts_experts = model.backend.engine == "dta" and model.config.dta.router_load
+    if counts_experts and not any("expert" in key for key in found.to_dict()):
+        raise ConfigError(
+            f"{model.name}.dta.router_load=true, but {path} ({found.model_type}) "
+            "has no experts; set it false"
+        )
 
 
-def num_steps(config: DTAConfig, num_rows: int) -> int:
-    """Training steps that the data and the limits allow.
+def num_steps(config: DTAConfig, num_examples: int) -> int:
+    """Return the number of training steps that the data and the limits allow.
 
     Raises:
-        ConfigError: not even one.
+        ConfigError: the data set is smaller than one batch.
     """
-    per_epoch = num_rows // config.train_dataset.batch_size
+    batch_size = config.train_dataset.batch_size
+    per_epoch = num_examples // batch_size
     if per_epoch == 0:
         raise ConfigError(
-            f"train_dataset holds {num_rows} {_ROWS[config.algorithm]}, fewer than one "
-            "batch of "
-            f"train_dataset.batch_size={config.train_dataset.batch_size}"
+            f"train_dataset holds {num_examples} {_EXAMPLES[config.algorithm]}, fewer "
+            f"than one batch of train_dataset.batch_size={batch_size}"
         )
     steps = per_epoch * config.total_train_epochs
     return min(steps, config.total_train_steps or steps)
 
 
 def gpu_note(run: ResolvedRun) -> list[str]:
-    """What the user should know about GPUs shared by training and rollouts."""
+    """Return what the user should know about GPUs shared by training and rollouts."""
     gpus = num_gpus()
-    wanted = sum(section.backend.num_ranks for section in run.models)
-    wanted += run.rollout.backend.num_ranks if run.rollout is not None else 0
-    if 0 < gpus < wanted:
-        return [f"{wanted} processes share {gpus} GPUs"]
-    return []
-
-
-def _brief(error: Exception, limit: int = 200) -> str:
-    text = one_line(error)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    servers = [run.rollout] if run.rollout is not None else []
+    wanted = sum(pool.backend.num_ranks for pool in (*run.models, *servers))
+    return [f"{wanted} processes share {gpus} GPUs"] if 0 < gpus < wanted else []

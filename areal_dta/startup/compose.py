@@ -1,7 +1,7 @@
-"""Find and compose a YAML configuration. Light on purpose: Hydra only, no AReaL.
+"""Find and compose a YAML configuration. Light: Hydra alone, no torch and no AReaL.
 
 A bare name is looked up in the working directory, then among the project's own
-configurations; the project's groups (``hardware``, ``model``, ...) are available to
+configurations; the project's config groups (``hardware``, ``model``, ...) are there for
 either. Overrides follow Hydra's grammar. ``key=value`` may name any key of the schema,
 also one that the YAML leaves at its default: the schema, not the YAML, decides later
 whether the key exists (see `areal_dta.config.schema.to_structured`).
@@ -18,7 +18,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, OverrideType
+from hydra.core.override_parser.types import OverrideType
 from hydra.errors import (
     HydraException,
     MissingConfigException,
@@ -28,14 +28,13 @@ from omegaconf import OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from areal_dta.config.composed import Composed
-from areal_dta.config.errors import ConfigError, did_you_mean, one_line
+from areal_dta.config.composed import Composed, ConfigError, did_you_mean, one_line
 
 MAX_WORKER_THREADS = 4  # more do not help models that fit on a CPU
 
 
 def project_config_dir() -> Path:
-    """The project's own configurations: in the package (wheel) or beside it (clone)."""
+    """Return the folder of our configurations: in the wheel, or beside the package."""
     package = Path(__file__).parents[1]
     for candidate in (package / "configs", package.parent / "configs"):
         if (candidate / "gsm8k_grpo.yaml").is_file():
@@ -47,7 +46,7 @@ def project_config_dir() -> Path:
 
 
 def find_config(name: str) -> Path:
-    """Path of a configuration given as a path or as a bare name.
+    """Return the path of a configuration given as a path or as a bare name.
 
     Raises:
         ConfigError: there is none; the message lists what there is.
@@ -76,11 +75,19 @@ def compose(file: Path, overrides: Sequence[str]) -> Composed:
         ConfigError: bad YAML, bad override syntax, or an unknown group option.
     """
     project = project_config_dir()
-    groups = _groups(file.parent, project)
+    # Only the project's own groups: the working directory may hold any folders.
+    groups = tuple(sorted({yaml.parent.name for yaml in project.glob("*/*.yaml")}))
     register_resolvers()
     try:
+        # A plain key=value may add a key, unless it selects a group's option.
         parsed = OverridesParser.create().parse_overrides(overrides=list(overrides))
-        lines = [_as_forced(o, groups) for o in parsed]
+        lines = [
+            f"++{override.input_line}"
+            if override.type is OverrideType.CHANGE
+            and override.key_or_group not in groups
+            else str(override.input_line)
+            for override in parsed
+        ]
         if file.parent != project:
             lines.append(f"hydra.searchpath=[file://{project}]")
         GlobalHydra.instance().clear()
@@ -91,12 +98,9 @@ def compose(file: Path, overrides: Sequence[str]) -> Composed:
         choices = {k: str(v) for k, v in config.hydra.runtime.choices.items()}
         with open_dict(config):
             del config["hydra"]
-            for group in groups:  # an empty option leaves an empty node behind
-                if group in config and config[group] == {}:
-                    del config[group]
             if fileroot := OmegaConf.select(config, "cluster.fileroot"):
-                # Workers, and configurations that are saved, must not depend on where
-                # this was started.
+                # Workers and saved configurations must not depend on the directory in
+                # which the run was started.
                 config.cluster.fileroot = str(Path(fileroot).expanduser().absolute())
     except OverrideParseException as e:
         reason = one_line(e).removeprefix(f"Error parsing override '{e.override}' ")
@@ -113,7 +117,7 @@ def compose(file: Path, overrides: Sequence[str]) -> Composed:
 
 
 def run_dir(composed: Composed) -> Path:
-    """Where a run's files go: ``<cluster.fileroot>/<experiment>/<trial>``.
+    """Return the directory of a run: ``<cluster.fileroot>/<experiment>/<trial>``.
 
     Raises:
         ConfigError: one of the three is missing.
@@ -127,15 +131,33 @@ def run_dir(composed: Composed) -> Path:
     return Path(*names)
 
 
+def num_gpus() -> int:
+    """Return the number of CUDA devices that PyTorch can use."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def detect_hardware() -> tuple[str, str]:
+    """Return the option that ``hardware=auto`` means on this machine, and why."""
+    import torch
+
+    if count := num_gpus():
+        return "gpu", f"found {count} x {torch.cuda.get_device_name(0)}"
+    if torch.version.cuda is None:
+        return "cpu", f"torch {torch.__version__} is built without CUDA"
+    return "cpu", f"torch {torch.__version__} finds no CUDA device"
+
+
 def usable_cpus() -> int:
-    """CPUs that this process may use (containers often restrict them)."""
+    """Return the number of CPUs that this process may use, e.g. in a container."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def register_resolvers() -> None:
-    """Resolvers for the YAML files; resolved late, so that composing stays light."""
+    """Register the functions of the YAML files, which OmegaConf calls late."""
     resolvers = {
         "tiny_model": _tiny_model_path,
         "worker_threads": lambda: max(1, min(MAX_WORKER_THREADS, usable_cpus() // 2)),
@@ -157,30 +179,6 @@ def _tiny_model_path() -> str:
 def _gpu_rollout_backend() -> str:
     installed = [name for name in ("sglang", "vllm") if find_spec(name)]
     return f"{installed[0]}:d1" if installed else "local:d1"
-
-
-def _groups(*folders: Path) -> tuple[str, ...]:
-    """Sub-folders that hold YAML files are config groups."""
-    names = {
-        sub.name
-        for folder in folders
-        for sub in folder.iterdir()
-        if sub.is_dir() and any(sub.glob("*.yaml"))
-    }
-    return tuple(sorted(names & _known_groups(folders[-1])))
-
-
-def _known_groups(project: Path) -> set[str]:
-    # Only the project's own groups: the working directory may hold any folders.
-    return {s.name for s in project.iterdir() if s.is_dir() and any(s.glob("*.yaml"))}
-
-
-def _as_forced(override: Override, groups: Sequence[str]) -> str:
-    """Turn ``key=value`` into ``++key=value`` unless it selects a group option."""
-    line = override.input_line
-    assert line is not None
-    plain = override.type is OverrideType.CHANGE
-    return line if not plain or override.key_or_group in groups else f"++{line}"
 
 
 def _missing_option(error: MissingConfigException) -> str:

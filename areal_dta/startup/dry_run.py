@@ -1,28 +1,27 @@
-"""What a run will do, told before it starts (``--dry-run``)."""
+"""What a run would do, told before it starts (``--dry-run``)."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import numpy as np
 import torch
 from areal.trainer.dpo_trainer import dpo_modeling_collate_fn
 from areal.trainer.rw_trainer import rw_modeling_collate_fn
 from areal.utils.data import collate_samples_to_list
+from omegaconf import OmegaConf
+from safetensors import safe_open
 
 from areal_dta.config.resolved import Section
-from areal_dta.config.schema import (
-    DTAConfig,
-    DTAGRPOConfig,
-)
-from areal_dta.report.batch_sharing import batch_meter
-from areal_dta.startup.prepare import Job
+from areal_dta.config.schema import DTAConfig, DTAGRPOConfig
+from areal_dta.report.batch_sharing import BatchShape, batch_meter
+from areal_dta.startup.prepare import PreparedRun
 
-SAMPLED_PROMPTS = 256
+MAX_SAMPLED_PROMPTS: Final = 256
 
 _ENGINES = {
     "dta": "prefix-tree engine (dta)",
@@ -35,175 +34,149 @@ _ENGINES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """Expected sharing of one training batch, at its least."""
-
-    prompt_tokens: float
-    """Mean length of a prompt."""
-    sharing_ratio: float
-    predicted_saving: float | None
+def dry_run_text(run: PreparedRun) -> str:
+    """Return the resolved configuration as YAML, and what the run would do."""
+    config = OmegaConf.to_yaml(run.composed.config, resolve=True)
+    head = f"# {run.composed.file}, resolved; AReaL's defaults are not shown"
+    return "\n".join([head, config, "plan", plan_text(run)])
 
 
-def least_sharing(config: DTAGRPOConfig, prompts: list[list[int]]) -> Sharing:
-    """A lower bound: answers of full length that share nothing but their prompt.
-
-    Shorter answers, and answers with equal beginnings, share more; so do prompts
-    with a common system prompt, which is left out here.
-    """
-    answers = config.gconfig.max_new_tokens
-    sequences: list[np.ndarray] = []
-    mark = max((max(p) for p in prompts), default=0) + 1  # no prompt has this token
-    for number, prompt in enumerate(prompts[: config.train_dataset.batch_size]):
-        for sample in range(config.gconfig.n_samples):
-            # One token tells prompts apart, so that nothing is shared between them.
-            own = np.array([mark + number, *prompt[1:]], dtype=np.int64)
-            tail = np.full(answers, mark + len(prompts) + sample, dtype=np.int64)
-            sequences.append(np.concatenate([own, tail]))
-    shape = batch_meter(config).measure_sequences(sequences)
-    return Sharing(
-        prompt_tokens=float(np.mean([len(p) for p in prompts])),
-        sharing_ratio=shape.sharing_ratio,
-        predicted_saving=shape.predicted_saving,
-    )
-
-
-def sample_prompts(job: Job) -> list[list[int]]:
-    """Token ids of the first prompts of the data set."""
-    prompts = []
-    for row in islice(job.train_dataset, SAMPLED_PROMPTS):
-        text = job.tokenizer.apply_chat_template(
-            row["messages"], add_generation_prompt=True, tokenize=False
+def plan_text(run: PreparedRun) -> str:
+    """Return what the run would do, one aligned line per item."""
+    config = run.config
+    lines = {"training": _training(run.resolved.actor)}
+    for model in run.resolved.models[1:]:
+        lines[model.name.removesuffix(".train")] = _training(model)
+    if run.resolved.rollout is not None:
+        lines["rollouts"] = _rollouts(run.resolved.rollout)
+    lines["model"] = _model(config)
+    data = f"{config.train_dataset.path}, {len(run.train_dataset):,}"
+    steps = f"{run.num_steps} of {config.train_dataset.batch_size}"
+    if isinstance(config, DTAGRPOConfig):
+        lines["data"] = f"{data} prompts"
+        lines["steps"] = (
+            f"{steps} prompts x {config.gconfig.n_samples} samples, "
+            f"at most {config.gconfig.max_new_tokens} new tokens"
         )
-        prompts.append(job.tokenizer(text, add_special_tokens=False)["input_ids"])
+        if "messages" in run.train_dataset.column_names:  # an agent's may have none
+            lines |= _sharing_of_prompts(config, sample_prompts(run))
+    else:
+        examples = "examples" if config.algorithm == "sft" else "pairs"
+        lines["data"] = f"{data} {examples}"
+        lines["steps"] = f"{steps} {examples}"
+        lines |= _sharing_of_examples(run)
+    lines["files"] = str(run.run_dir)
+    texts = [f"  {title:<9} {text}" for title, text in lines.items()]
+    return "\n".join([*texts, *(f"  {'note':<9} {note}" for note in run.notes)])
+
+
+def minimum_sharing(config: DTAGRPOConfig, prompts: list[list[int]]) -> BatchShape:
+    """Measure a batch whose answers have full length and share only their prompt.
+
+    A lower bound: shorter answers, and answers with equal beginnings, share more; so do
+    prompts with a common system prompt, which is left out here.
+    """
+    sequences: list[np.ndarray] = []
+    unused = max((max(p) for p in prompts), default=0) + 1  # no prompt has this token
+    for prompt_id, prompt in enumerate(prompts[: config.train_dataset.batch_size]):
+        # Each prompt begins with its own token: nothing is shared between prompts.
+        distinct = [unused + prompt_id, *prompt[1:]]
+        for sample in range(config.gconfig.n_samples):
+            answer = [unused + len(prompts) + sample] * config.gconfig.max_new_tokens
+            sequences.append(np.array(distinct + answer, dtype=np.int64))
+    return batch_meter(config).measure_sequences(sequences)
+
+
+def sample_prompts(run: PreparedRun) -> list[list[int]]:
+    """Return the token ids of the first prompts of the data set."""
+    prompts = []
+    for example in islice(run.train_dataset, MAX_SAMPLED_PROMPTS):
+        text = run.tokenizer.apply_chat_template(
+            example["messages"], add_generation_prompt=True, tokenize=False
+        )
+        prompts.append(run.tokenizer(text, add_special_tokens=False)["input_ids"])
     return prompts
 
 
 def num_parameters(model_path: str) -> int | None:
-    """Parameters of a local checkpoint, read from its safetensors headers."""
+    """Return the number of parameters of a local checkpoint, or None without one."""
     total = 0
-    for file in Path(model_path).glob("*.safetensors"):
-        with open(file, "rb") as f:
-            header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
-        total += sum(
-            int(np.prod(entry["shape"]))
-            for k, entry in header.items()
-            if k != "__metadata__"
-        )
+    for path in Path(model_path).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:  # reads headers only
+            shapes = [file.get_slice(name).get_shape() for name in file.keys()]
+        total += sum(math.prod(shape) for shape in shapes)
     return total or None
 
 
-def plan_text(job: Job) -> str:
-    """The plan, one aligned line an item."""
-    config = job.config
-    lines = {"training": _training(job.run.actor)}
-    for section in job.run.models[1:]:
-        lines[section.name.removesuffix(".train")] = _training(section)
-    if isinstance(config, DTAGRPOConfig):
-        assert job.run.rollout is not None
-        lines |= {
-            "rollouts": _rollouts(job.run.rollout),
-            "model": _model(config),
-            "data": f"{config.train_dataset.path}, {len(job.train_dataset):,} prompts",
-            "steps": f"{job.num_steps} of {config.train_dataset.batch_size} prompts x "
-            f"{config.gconfig.n_samples} samples, "
-            f"at most {config.gconfig.max_new_tokens} new tokens",
-        }
-        if "messages" in job.train_dataset.column_names:  # an agent's may have none
-            lines |= _sharing(config, sample_prompts(job))
-    else:
-        what = "examples" if config.algorithm == "sft" else "pairs"
-        lines |= {
-            "model": _model(config),
-            "data": f"{config.train_dataset.path}, {len(job.train_dataset):,} {what}",
-            "steps": f"{job.num_steps} of {config.train_dataset.batch_size} {what}",
-            **_first_batch(job),
-        }
-    lines["files"] = str(job.run_dir)
-    texts = [f"  {title:<9} {text}" for title, text in lines.items()]
-    return "\n".join([*texts, *(f"  {'note':<9} {note}" for note in job.notes)])
-
-
-def first_batch(job: Job) -> list[dict[str, torch.Tensor]]:
-    """The first examples of the data set, as AReaL's trainers collate them."""
-    rows = list(islice(job.train_dataset, job.config.train_dataset.batch_size))
-    items: list[dict[str, torch.Tensor]]
-    if job.config.algorithm == "sft":
-        items = collate_samples_to_list(rows)
-    elif job.config.algorithm == "dpo":
-        items = dpo_modeling_collate_fn(rows)
-    else:
-        items = rw_modeling_collate_fn(rows)
+def first_batch(run: PreparedRun) -> list[dict[str, torch.Tensor]]:
+    """Return the first examples of the data set, as AReaL's trainers collate them."""
+    examples = list(islice(run.train_dataset, run.config.train_dataset.batch_size))
+    collate = {
+        "sft": collate_samples_to_list,
+        "dpo": dpo_modeling_collate_fn,
+        "rw": rw_modeling_collate_fn,
+    }[run.config.algorithm]
+    items: list[dict[str, torch.Tensor]] = collate(examples)
     return items
 
 
-def _first_batch(job: Job) -> dict[str, str]:
-    shape = batch_meter(job.config).measure(first_batch(job))
+def _sharing_of_prompts(
+    config: DTAGRPOConfig, prompts: list[list[int]]
+) -> Mapping[str, str]:
+    mean_tokens = np.mean([len(prompt) for prompt in prompts])
+    return _sharing(
+        minimum_sharing(config, prompts),
+        "at least ",
+        f"prompts of {mean_tokens:.0f} tokens, answers of full length that share "
+        "nothing",
+    )
+
+
+def _sharing_of_examples(run: PreparedRun) -> Mapping[str, str]:
+    shape = batch_meter(run.config).measure(first_batch(run))
+    return _sharing(
+        shape, "", f"the first {run.config.train_dataset.batch_size} of the data set"
+    )
+
+
+def _sharing(shape: BatchShape, bound: str, of_what: str) -> Mapping[str, str]:
     lines = {
-        "sharing": f"{shape.sharing_ratio:.2f} sequence tokens per tree token "
-        f"(the first {job.config.train_dataset.batch_size} of the data set)"
+        "sharing": f"{bound}{shape.sharing_ratio:.2f} sequence tokens per tree token "
+        f"({of_what})"
     }
     if shape.predicted_saving is not None:
         percent = f"{100 * shape.predicted_saving:.0f} %"
-        lines["saving"] = f"{percent} of the dense engine's training FLOPs"
+        lines["saving"] = f"{bound}{percent} of the dense engine's training FLOPs"
     return lines
 
 
-def _training(section: Section) -> str:
-    backend = section.backend
-    text = f"{_ENGINES[backend.engine]} on {_processes(backend.num_ranks)}"
-    if backend.engine == "dta":
-        options = section.config.dta
-        kept = f"graphs of {options.retain_tokens} tokens kept"
-        if options.retain_tokens is None:
-            kept = "all graphs kept"
-        elif options.retain_tokens == "auto":
-            kept = "graphs kept as memory allows"
-        size = (
-            "as large as memory allows"
-            if options.block_tokens == "auto"
-            else f"of {options.block_tokens} tokens"
-        )
+def _training(model: Section) -> str:
+    text = _processes(model)
+    if model.backend.engine == "dta":
+        block, retain = model.config.dta.block_tokens, model.config.dta.retain_tokens
+        auto = block == "auto"
+        size = "as large as memory allows" if auto else f"of {block} tokens"
+        kept = {
+            None: "all graphs kept",
+            "auto": "graphs kept as memory allows",
+        }.get(retain, f"graphs of {retain} tokens kept")
         text += f", blocks {size}, {kept}"
     return text
 
 
-def _rollouts(rollout: Section) -> str:
-    backend = rollout.backend
-    age = rollout.config.max_head_offpolicyness
+def _rollouts(server: Section) -> str:
+    age = server.config.max_head_offpolicyness
     versions = "version" if age == 1 else "versions"
-    return (
-        f"{_ENGINES[backend.engine]} on {_processes(backend.num_ranks)}, "
-        f"at most {age} {versions} old"
-    )
+    return f"{_processes(server)}, at most {age} {versions} old"
+
+
+def _processes(section: Section) -> str:
+    count = section.backend.num_ranks
+    noun = "process" if count == 1 else "processes"
+    return f"{_ENGINES[section.backend.engine]} on {count} {noun}"
 
 
 def _model(config: DTAConfig) -> str:
     count = num_parameters(config.actor.path)
     size = f", {count / 1e6:,.2f} M parameters" if count else ""
     return f"{config.actor.path}{size}, {config.actor.dtype}"
-
-
-def _sharing(config: DTAGRPOConfig, prompts: list[list[int]]) -> dict[str, str]:
-    least = least_sharing(config, prompts)
-    lines = {
-        "sharing": f"at least {least.sharing_ratio:.2f} sequence tokens per tree token "
-        f"(prompts of {least.prompt_tokens:.0f} tokens, answers of full length that "
-        "share nothing)"
-    }
-    if least.predicted_saving is not None:
-        percent = f"{100 * least.predicted_saving:.0f} %"
-        lines["saving"] = f"at least {percent} of the dense engine's training FLOPs"
-    return lines
-
-
-def config_text(job: Job) -> str:
-    """The resolved configuration without the schema's defaults, as YAML."""
-    from omegaconf import OmegaConf
-
-    container: Any = OmegaConf.to_container(job.composed.config, resolve=True)
-    return OmegaConf.to_yaml(OmegaConf.create(container))
-
-
-def _processes(count: int) -> str:
-    return f"{count} {'process' if count == 1 else 'processes'}"

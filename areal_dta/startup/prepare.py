@@ -1,4 +1,4 @@
-"""From a command line to a checked configuration with its data. Starts nothing."""
+"""From a command line to a checked run with its data. Starts nothing."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_dta.config.composed import Composed
-from areal_dta.config.errors import ConfigError, one_line
-from areal_dta.startup.compose import compose, find_config, run_dir
-from areal_dta.startup.hardware import detect_hardware
+from areal_dta.config.composed import Composed, ConfigError, one_line
+from areal_dta.startup.compose import compose, detect_hardware, find_config, run_dir
 
 if TYPE_CHECKING:
     from areal_dta.config.resolved import ResolvedRun
@@ -19,10 +17,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A checked configuration with its data, ready to start."""
+class PreparedRun:
+    """A checked run with its data, ready to start."""
 
-    run: ResolvedRun
+    resolved: ResolvedRun
     composed: Composed
     tokenizer: Any
     train_dataset: Any
@@ -33,73 +31,66 @@ class Job:
 
     @property
     def config(self) -> DTAConfig:
-        return self.run.config
+        return self.resolved.config
 
     @property
     def run_dir(self) -> Path:
         return run_dir(self.composed)
 
 
-def prepare(config_name: str, overrides: Sequence[str]) -> Job:
-    """Compose, check, and load the data.
-
-    Importing AReaL takes seconds, so what can be refused without it is refused first.
+def prepare(config_name: str, overrides: Sequence[str]) -> PreparedRun:
+    """Compose and check a configuration, and load its data.
 
     Raises:
         ConfigError: it cannot work.
     """
+    # Importing AReaL takes seconds, so what can be refused without it comes first.
     composed = compose(find_config(config_name), overrides)
     notes = []
     if composed.choices.get("hardware") == "auto":
-        found = detect_hardware()
-        notes.append(f"hardware=auto: {found.reason}, using hardware={found.choice}")
-        composed = compose(composed.file, [*overrides, f"hardware={found.choice}"])
+        choice, reason = detect_hardware()
+        notes.append(f"hardware=auto: {reason}, using hardware={choice}")
+        composed = compose(composed.file, [*overrides, f"hardware={choice}"])
     if composed.choices.get("hardware") == "cpu":
         # AReaL compiles at import: seconds of start-up that nothing repays on a CPU.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also where there is a GPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also on a machine with a GPU
+
+    from areal.utils.hf_utils import load_hf_tokenizer
 
     from areal_dta.config.resolved import resolve
     from areal_dta.config.schema import to_structured
-    from areal_dta.startup.checks import check_config, num_steps
+    from areal_dta.startup.checks import check_run, num_steps
 
-    run = resolve(to_structured(composed))
-    config = run.config
-    notes += check_config(run, composed)
-    tokenizer, train, valid = _load_data(config)
-    return Job(
-        run=run,
+    resolved = resolve(to_structured(composed))
+    config = resolved.config
+    notes += check_run(resolved, composed)
+    tokenizer = load_hf_tokenizer(config.tokenizer_path or config.actor.path)
+    train_dataset = _load_dataset(config, "train_dataset", tokenizer)
+    return PreparedRun(
+        resolved=resolved,
         composed=composed,
         tokenizer=tokenizer,
-        train_dataset=train,
-        valid_dataset=valid,
-        num_steps=num_steps(config, len(train)),
+        train_dataset=train_dataset,
+        valid_dataset=_load_dataset(config, "valid_dataset", tokenizer),
+        num_steps=num_steps(config, len(train_dataset)),
         notes=tuple(notes),
     )
 
 
-def _load_data(config: DTAConfig) -> tuple[Any, Any, Any]:
-    from areal.utils.hf_utils import load_hf_tokenizer
+def _load_dataset(config: DTAConfig, key: str, tokenizer: Any) -> Any:
+    from areal_dta.config.schema import load_object
 
-    from areal_dta.startup.checks import load_object
-
-    load = load_object(config.dataset_fn, "dataset_fn")
-    tokenizer = load_hf_tokenizer(config.tokenizer_path or config.actor.path)
-    datasets: list[Any] = []
-    for key in ("train_dataset", "valid_dataset"):
-        section = getattr(config, key)
-        if section is None:
-            datasets.append(None)
-            continue
-        try:
-            dataset = load(
-                section.path,
-                split=section.split,
-                tokenizer=tokenizer,
-                max_length=section.max_length,
-                **section.dataset_kwargs,
-            )
-        except (ValueError, TypeError) as e:
-            raise ConfigError(f"{key}: {one_line(e)}") from e
-        datasets.append(dataset)
-    return tokenizer, datasets[0], datasets[1]
+    section = getattr(config, key)
+    if section is None:
+        return None
+    try:
+        return load_object(config.dataset_fn, "dataset_fn")(
+            section.path,
+            split=section.split,
+            tokenizer=tokenizer,
+            max_length=section.max_length,
+            **section.dataset_kwargs,
+        )
+    except (ValueError, TypeError) as e:
+        raise ConfigError(f"{key}: {one_line(e)}") from e

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from areal_dta.config.errors import ConfigError
+from areal_dta.config.composed import ConfigError, first_line
 from areal_dta.report.step_metrics import MetricsWriter, StepMetrics
-from areal_dta.startup.prepare import Job, prepare
+from areal_dta.startup.prepare import PreparedRun, prepare
 
 if TYPE_CHECKING:
-    from areal_dta.config.schema import DTAConfig, DTAGRPOConfig
+    from areal_dta.config.schema import DTAConfig
     from areal_dta.trainers.watched import WatchedTrainer
 
 
@@ -49,15 +49,15 @@ class Stopped(KeyboardInterrupt):
     """The launcher asked this process to end."""
 
 
-def run(job: Job, events: EventWriter) -> None:
-    """Train, and send what happens."""
+def train(run: PreparedRun, events: EventWriter) -> None:
+    """Train, and send what happens to the launcher."""
     from areal_dta.config.schema import DTAGRPOConfig
     from areal_dta.report.batch_sharing import batch_meter
 
-    config = job.config
-    save_config(config, job.run_dir / "config.yaml")
+    config = run.config
+    save_config(config, run.run_dir / "config.yaml")
     metrics = MetricsWriter(
-        job.run_dir / "metrics.jsonl", resume=config.recover.mode in ("on", "auto")
+        run.run_dir / "metrics.jsonl", resume=config.recover.mode in ("on", "auto")
     )
 
     def on_step(step: StepMetrics) -> None:
@@ -70,13 +70,14 @@ def run(job: Job, events: EventWriter) -> None:
         assert main_thread is not None
         signal.pthread_kill(main_thread, signal.SIGTERM)
 
-    sections = [*job.run.models, *([job.run.rollout] if job.run.rollout else [])]
-    backends = [section.config.backend for section in sections]
+    backends = [model.config.backend for model in run.resolved.models]
+    if run.resolved.rollout is not None:
+        backends.append(run.resolved.rollout.config.backend)
     events.send("status", text=f"starting {', '.join(backends)}")
     trainer = trainer_class(config.algorithm)(
-        job.run,
-        job.train_dataset,
-        job.valid_dataset,
+        run.resolved,
+        run.train_dataset,
+        run.valid_dataset,
         on_step=on_step,
         on_death=on_death,
         meter=batch_meter(config),
@@ -84,19 +85,26 @@ def run(job: Job, events: EventWriter) -> None:
     try:
         events.send("status", text="training")
         if isinstance(config, DTAGRPOConfig):
-            trainer.train(**rollout_arguments(config, job.valid_dataset is not None))
+            is_evaluated = run.valid_dataset is not None
+            trainer.train(
+                workflow=config.workflow,
+                eval_workflow=config.workflow if is_evaluated else None,
+                workflow_kwargs=config.workflow_arguments(config.gconfig),
+                eval_workflow_kwargs=config.workflow_arguments(config.eval_gconfig),
+                dynamic_filter_fn=config.group_filter or None,
+            )
         else:
             trainer.train()
         events.send("done", checkpoint=trainer.last_checkpoint)
     finally:
         if config.scheduler.type == "local":
-            trainer.flush()  # the launcher ends the workers, faster and for certain
+            trainer.flush()  # the launcher kills the workers: faster, and certain
         else:
             trainer.close()
 
 
 def trainer_class(algorithm: str) -> type[WatchedTrainer]:
-    """Our trainer of `config.algorithm`."""
+    """Return our trainer class for an algorithm."""
     if algorithm == "ppo":
         from areal_dta.trainers.ppo import DTATrainer
 
@@ -106,28 +114,10 @@ def trainer_class(algorithm: str) -> type[WatchedTrainer]:
     return TRAINERS[algorithm]
 
 
-def rollout_arguments(config: DTAGRPOConfig, evaluates: bool) -> dict[str, Any]:
-    """Of the trainer's `train`."""
-    return {
-        "workflow": config.workflow,
-        "eval_workflow": config.workflow if evaluates else None,
-        "workflow_kwargs": config.workflow_arguments(config.gconfig),
-        "eval_workflow_kwargs": config.workflow_arguments(config.eval_gconfig),
-        "dynamic_filter_fn": config.group_filter or None,
-    }
-
-
 def save_config(config: DTAConfig, path: Path) -> None:
-    """The whole resolved configuration, AReaL's defaults included."""
+    """Write the whole resolved configuration, AReaL's defaults included."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
-
-
-def brief(error: Exception, limit: int = 300) -> str:
-    """One line about an error; AReaL's carry whole logs."""
-    first = next((line for line in str(error).splitlines() if line.strip()), "")
-    text = f"{type(error).__name__}: {first.strip()}"
-    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def main(argv: Sequence[str]) -> int:
@@ -145,17 +135,17 @@ def main(argv: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, stop)
     try:
         events.send("status", text="loading AReaL and checking the configuration")
-        job = prepare(args.config, args.overrides)
-        for note in job.notes:
+        run = prepare(args.config, args.overrides)
+        for note in run.notes:
             events.send("note", text=note)
         events.send(
             "start",
-            algorithm=job.config.algorithm,
-            num_steps=job.num_steps,
-            note=job.config.note,
-            launch=dataclasses.asdict(job.config.launch),
+            algorithm=run.config.algorithm,
+            num_steps=run.num_steps,
+            note=run.config.note,
+            launch=dataclasses.asdict(run.config.launch),
         )
-        run(job, events)
+        train(run, events)
     except ConfigError as e:
         events.send("config_error", text=str(e))
         return 2
@@ -163,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except Exception as e:
         traceback.print_exc()
-        events.send("error", text=brief(e))
+        events.send("error", text=f"{type(e).__name__}: {first_line(e, 300)}")
         return 1
     return 0
 

@@ -10,7 +10,7 @@ import pytest
 
 from areal_dta.areal_fixes import registry
 from areal_dta.areal_fixes.registry import REPAIRS, Repair, check_versions
-from areal_dta.config.errors import ConfigError
+from areal_dta.config.composed import ConfigError
 from areal_dta.config.resolved import ResolvedRun, resolve
 from areal_dta.config.schema import to_structured
 from areal_dta.startup.compose import compose, find_config

@@ -4,7 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from areal_dta.config.engine_options import DTAOptions
-from areal_dta.config.engine_sections import DTAPPOActorConfig
+from areal_dta.config.schema import DTAPPOActorConfig
 
 
 @pytest.mark.parametrize(

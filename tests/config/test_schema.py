@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from areal_dta.config.backends import ROLLOUT_BACKENDS, TRAIN_BACKENDS, parse_backend
-from areal_dta.config.errors import ConfigError
+from areal_dta.config.composed import ConfigError
 from areal_dta.config.resolved import resolve
 from areal_dta.config.schema import DTAGRPOConfig, to_structured
 from areal_dta.startup.compose import compose, find_config, project_config_dir

@@ -19,7 +19,7 @@ from areal.api.cli_args import MicroBatchSpec, NormConfig, PPOCriticConfig
 
 from areal_dta.collector.dispatch import DTAActorController, DTACriticController
 from areal_dta.config.engine_options import DTAOptions
-from areal_dta.config.engine_sections import DTAPPOActorConfig
+from areal_dta.config.schema import DTAPPOActorConfig
 from areal_dta.engine import (
     DensePPOActor,
     DensePPOCritic,

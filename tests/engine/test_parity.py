@@ -13,7 +13,7 @@ from areal.engine.fsdp_engine import FSDPPPOActor
 from areal.utils import stats_tracker
 
 from areal_dta.config.engine_options import DTAOptions
-from areal_dta.config.engine_sections import DTAPPOActorConfig
+from areal_dta.config.schema import DTAPPOActorConfig
 from areal_dta.engine import DensePPOActor, DTAPPOActor
 from tests.engine.builders import (
     actor_config,

@@ -16,7 +16,7 @@ from areal.api.cli_args import (
 )
 
 from areal_dta.config.engine_options import DTAOptions
-from areal_dta.config.engine_sections import DTAPPOActorConfig
+from areal_dta.config.schema import DTAPPOActorConfig
 from areal_dta.engine import (
     DTADPOEngine,
     DTALMEngine,

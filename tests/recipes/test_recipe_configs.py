@@ -4,11 +4,11 @@ from importlib.util import find_spec
 
 import pytest
 
-from areal_dta.config.errors import ConfigError
+from areal_dta.config.composed import ConfigError
 from areal_dta.config.resolved import resolve
 from areal_dta.config.schema import DTAGRPOConfig, to_structured
+from areal_dta.startup.checks import check_agent, check_group_norms
 from areal_dta.startup.compose import compose, find_config
-from areal_dta.startup.rollout_checks import check_agent, check_group_norms
 from recipes.gsm8k_calculator.agent import CalculatorAgent
 from recipes.tau2.config import Tau2Config
 

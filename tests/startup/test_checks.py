@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from areal_dta.config.composed import Composed
-from areal_dta.config.errors import ConfigError
+from areal_dta.config.composed import Composed, ConfigError
 from areal_dta.config.resolved import ResolvedRun, resolve
-from areal_dta.config.schema import to_structured
-from areal_dta.startup import checks as preflight
-from areal_dta.startup import hardware
-from areal_dta.startup import rollout_checks as preflight_rollout
-from areal_dta.startup.checks import check_config, load_object, num_steps
-from areal_dta.startup.compose import compose, find_config
-from areal_dta.startup.hardware import detect_hardware
+from areal_dta.config.schema import load_object, to_structured
+from areal_dta.startup import checks
+from areal_dta.startup.checks import check_run, gpu_note, num_steps
+from areal_dta.startup.compose import (
+    compose,
+    detect_hardware,
+    find_config,
+    num_gpus,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -28,7 +29,7 @@ def load(*overrides: str, name: str = "gsm8k_grpo") -> tuple[ResolvedRun, Compos
 
 
 def check(*overrides: str, name: str = "gsm8k_grpo") -> list[str]:
-    return check_config(*load(*overrides, name=name))
+    return check_run(*load(*overrides, name=name))
 
 
 @pytest.fixture
@@ -183,31 +184,30 @@ def test_a_hub_model_that_cannot_be_reached(no_gpu: None) -> None:
 
 class TestHardware:
     def test_without_a_gpu(self, no_gpu: None) -> None:
-        found = detect_hardware()
-        assert found.choice == "cpu"
-        assert "CUDA" in found.reason
+        choice, reason = detect_hardware()
+        assert choice == "cpu"
+        assert "CUDA" in reason
 
     def test_with_a_gpu(self, one_gpu: None) -> None:
-        found = detect_hardware()
-        assert (found.choice, found.reason) == ("gpu", "found 1 x Test GPU")
+        assert detect_hardware() == ("gpu", "found 1 x Test GPU")
 
     def test_more_trainers_than_gpus(self, one_gpu: None) -> None:
         with pytest.raises(ConfigError, match="needs 2 GPUs, this machine has 1"):
             check("hardware=gpu", "actor.backend=dta:d2")
 
     def test_sharing_gpus_is_told(self, one_gpu: None) -> None:
-        note = preflight.gpu_note(load("hardware=gpu")[0])
+        note = gpu_note(load("hardware=gpu")[0])
         assert note == ["2 processes share 1 GPUs"]
 
     def test_rollout_server_that_is_not_installed(
         self, one_gpu: None, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(preflight_rollout, "find_spec", lambda name: None)
+        monkeypatch.setattr(checks, "find_spec", lambda name: None)
         with pytest.raises(ConfigError, match="pip install vllm"):
             check("hardware=gpu", "rollout.backend=vllm:d1")
 
     def test_count(self, one_gpu: None) -> None:
-        assert hardware.num_gpus() == 1
+        assert num_gpus() == 1
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_dta.config.errors import ConfigError, did_you_mean
+from areal_dta.config.composed import ConfigError, did_you_mean
 from areal_dta.startup.compose import compose, find_config, project_config_dir, run_dir
 
 MAIN = project_config_dir() / "gsm8k_grpo.yaml"

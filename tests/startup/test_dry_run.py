@@ -1,4 +1,4 @@
-"""The plan of a run, and the launcher's command line, without starting anything."""
+"""What a run would do, and the launcher's command line, without starting anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from areal_dta.config.schema import DTAGRPOConfig
 from areal_dta.embedded import tiny_model_path
 from areal_dta.report.batch_sharing import BatchMeter, model_flops
 from areal_dta.startup.compose import project_config_dir, run_dir
-from areal_dta.startup.dry_run import least_sharing, num_parameters
+from areal_dta.startup.dry_run import minimum_sharing, num_parameters
 from areal_dta.startup.prepare import prepare
 from tests.end_to_end.running import run_launcher
 
@@ -183,14 +183,13 @@ class TestSharing:
         # Two prompts of 6 and 4 tokens, 3 answers of 5 tokens each:
         # 3 * (6 + 5) + 3 * (4 + 5) = 60 sequence tokens in 6 + 4 + 6 * 5 = 40 of trees.
         prompts = [[1, 2, 3, 4, 5, 6], [1, 2, 3, 4]]
-        least = least_sharing(self.config(3, 5, 2), prompts)
+        least = minimum_sharing(self.config(3, 5, 2), prompts)
         assert least.sharing_ratio == pytest.approx(60 / 40)
-        assert least.prompt_tokens == 5.0
         assert least.predicted_saving is not None
         assert 0 < least.predicted_saving < 1
 
     def test_nothing_shared_saves_nothing(self) -> None:
-        least = least_sharing(self.config(1, 500, 2), [[1, 2], [3, 4]])
+        least = minimum_sharing(self.config(1, 500, 2), [[1, 2], [3, 4]])
         assert least.sharing_ratio == 1.0
         # Only the logits of each sequence's last position, which has no label.
         assert least.predicted_saving == pytest.approx(0.0, abs=2 / 500)
@@ -224,6 +223,6 @@ def test_parameters_are_counted_from_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_run_dir_is_absolute(cwd: Path) -> None:
-    job = prepare("gsm8k_grpo.yaml", ["hardware=cpu", "trial_name=t7"])
-    assert run_dir(job.composed) == cwd / "outputs" / "gsm8k-grpo" / "t7"
-    assert job.config.saver.fileroot == str(cwd / "outputs")
+    run = prepare("gsm8k_grpo.yaml", ["hardware=cpu", "trial_name=t7"])
+    assert run_dir(run.composed) == cwd / "outputs" / "gsm8k-grpo" / "t7"
+    assert run.config.saver.fileroot == str(cwd / "outputs")
