@@ -62,6 +62,18 @@ class DTAOptions:
             if value not in choices:
                 raise ValueError(f"dta.{name}={value}; expected {' or '.join(choices)}")
 
+    def nominal_budgets(self) -> tuple[int, int | None]:
+        """Return block and retain tokens, for predictions before the engine runs.
+
+        Under auto the engine fits them to its memory: where there is enough, it chooses
+        blocks of the default size and keeps all graphs, and so does this.
+        """
+        block, retain = self.block_tokens, self.retain_tokens
+        return (
+            block if isinstance(block, int) else DEFAULT_BLOCK_TOKENS,
+            retain if isinstance(retain, int) else None,
+        )
+
 
 def fuses_prox_logp(config: Any) -> bool:
     """Return whether an actor on the tree engine can do without ``compute_logp``.

@@ -18,7 +18,6 @@ from areal_dta.collector.remote_tensors import fetch
 from areal_dta.config.schema import DTAConfig
 from areal_dta.report.step_metrics import BatchShape
 from areal_dta.schedule import (
-    DEFAULT_BLOCK_TOKENS,
     FlopModel,
     NeededOutputs,
     build_schedule,
@@ -113,14 +112,10 @@ class BatchMeter:
 def batch_meter(config: DTAConfig) -> BatchMeter:
     """Return a meter with the model and the budgets of a run."""
     options = config.actor.dta
-    # With auto the engine fits them to its memory: blocks of the default size, and all
-    # graphs kept, are what it chooses where there is enough.
-    block, retain = options.block_tokens, options.retain_tokens
     is_reward_model = config.algorithm == "rw"
     return BatchMeter(
         model_flops(config.actor.path, is_reward_model),
-        block if isinstance(block, int) else DEFAULT_BLOCK_TOKENS,
-        retain if isinstance(retain, int) else None,
+        *options.nominal_budgets(),
         loss_outputs_only=options.positions == "auto",
         is_reward_model=is_reward_model,
     )
