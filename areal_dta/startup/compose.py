@@ -51,17 +51,16 @@ def find_config(name: str) -> Path:
     Raises:
         ConfigError: there is none; the message lists what there is.
     """
-    names = [name] if name.endswith((".yaml", ".yml")) else [name, f"{name}.yaml"]
     project = project_config_dir()
     bare = os.path.basename(name) == name
     for folder in (Path.cwd(), project) if bare else (Path.cwd(),):
-        for candidate in names:
+        for candidate in (name, f"{name}.yaml"):
             path = folder / candidate
             if path.suffix in (".yaml", ".yml") and path.is_file():
                 return path.resolve()
     available = sorted(p.name for p in project.glob("*.yaml"))
     where = f"{Path.cwd()} or {project}" if bare else str((Path.cwd() / name).parent)
-    hint = did_you_mean(os.path.basename(names[-1]), available)
+    hint = did_you_mean(os.path.basename(name), available)
     raise ConfigError(
         f"no configuration file {name!r} in {where}{hint}; "
         f"the project has {', '.join(available)}"

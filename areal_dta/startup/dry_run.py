@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Final
@@ -50,21 +49,36 @@ def plan_text(run: PreparedRun) -> str:
     if run.resolved.rollout is not None:
         lines["rollouts"] = _rollouts(run.resolved.rollout)
     lines["model"] = _model(config)
-    data = f"{config.train_dataset.path}, {len(run.train_dataset):,}"
-    steps = f"{run.num_steps} of {config.train_dataset.batch_size}"
+    batch_size, shape = config.train_dataset.batch_size, None
     if isinstance(config, DTAGRPOConfig):
-        lines["data"] = f"{data} prompts"
-        lines["steps"] = (
-            f"{steps} prompts x {config.gconfig.n_samples} samples, "
+        examples, bound = "prompts", "at least "
+        samples = (
+            f" x {config.gconfig.n_samples} samples, "
             f"at most {config.gconfig.max_new_tokens} new tokens"
         )
         if "messages" in run.train_dataset.column_names:  # an agent's may have none
-            lines |= _sharing_of_prompts(config, sample_prompts(run))
+            prompts = sample_prompts(run)
+            shape = minimum_sharing(config, prompts)
+            tokens = np.mean([len(prompt) for prompt in prompts])
+            measured = (
+                f"prompts of {tokens:.0f} tokens, answers of full length that share "
+                "nothing"
+            )
     else:
         examples = "examples" if config.algorithm == "sft" else "pairs"
-        lines["data"] = f"{data} {examples}"
-        lines["steps"] = f"{steps} {examples}"
-        lines |= _sharing_of_examples(run)
+        bound = samples = ""
+        shape = batch_meter(config).measure(first_batch(run))
+        measured = f"the first {batch_size} of the data set"
+    lines["data"] = (
+        f"{config.train_dataset.path}, {len(run.train_dataset):,} {examples}"
+    )
+    lines["steps"] = f"{run.num_steps} of {batch_size} {examples}{samples}"
+    if shape is not None:
+        ratio = f"{bound}{shape.sharing_ratio:.2f}"
+        lines["sharing"] = f"{ratio} sequence tokens per tree token ({measured})"
+    if shape is not None and shape.predicted_saving is not None:
+        percent = f"{bound}{100 * shape.predicted_saving:.0f} %"
+        lines["saving"] = f"{percent} of the dense engine's training FLOPs"
     lines["files"] = str(run.run_dir)
     texts = [f"  {title:<9} {text}" for title, text in lines.items()]
     return "\n".join([*texts, *(f"  {'note':<9} {note}" for note in run.notes)])
@@ -118,36 +132,6 @@ def first_batch(run: PreparedRun) -> list[dict[str, torch.Tensor]]:
     }[run.config.algorithm]
     items: list[dict[str, torch.Tensor]] = collate(examples)
     return items
-
-
-def _sharing_of_prompts(
-    config: DTAGRPOConfig, prompts: list[list[int]]
-) -> Mapping[str, str]:
-    mean_tokens = np.mean([len(prompt) for prompt in prompts])
-    return _sharing(
-        minimum_sharing(config, prompts),
-        "at least ",
-        f"prompts of {mean_tokens:.0f} tokens, answers of full length that share "
-        "nothing",
-    )
-
-
-def _sharing_of_examples(run: PreparedRun) -> Mapping[str, str]:
-    shape = batch_meter(run.config).measure(first_batch(run))
-    return _sharing(
-        shape, "", f"the first {run.config.train_dataset.batch_size} of the data set"
-    )
-
-
-def _sharing(shape: BatchShape, bound: str, of_what: str) -> Mapping[str, str]:
-    lines = {
-        "sharing": f"{bound}{shape.sharing_ratio:.2f} sequence tokens per tree token "
-        f"({of_what})"
-    }
-    if shape.predicted_saving is not None:
-        percent = f"{100 * shape.predicted_saving:.0f} %"
-        lines["saving"] = f"{bound}{percent} of the dense engine's training FLOPs"
-    return lines
 
 
 def _training(model: Section) -> str:
