@@ -6,7 +6,6 @@ Light: the launcher composes without AReaL, which the schema needs.
 from __future__ import annotations
 
 import difflib
-import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,13 +38,16 @@ def did_you_mean(word: str, candidates: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def one_line(error: BaseException, max_chars: int = 10_000) -> str:
+def one_line(error: BaseException) -> str:
     """Return an exception's message on one line, or its type where it has none."""
-    text = textwrap.shorten(str(error), max_chars, placeholder="...")
-    return text or type(error).__name__
+    return " ".join(str(error).split()) or type(error).__name__
 
 
-def first_line(error: BaseException, max_chars: int = 10_000) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message: AReaL's carry whole logs."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return textwrap.shorten(lines[0], max_chars, placeholder="...")
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def shorten(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else text[: max_chars - 3] + "..."

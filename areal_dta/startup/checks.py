@@ -14,7 +14,13 @@ import shlex
 from importlib.util import find_spec
 
 from areal_dta.areal_fixes.registry import check_versions
-from areal_dta.config.composed import Composed, ConfigError, did_you_mean, one_line
+from areal_dta.config.composed import (
+    Composed,
+    ConfigError,
+    did_you_mean,
+    one_line,
+    shorten,
+)
 from areal_dta.config.resolved import ResolvedRun, Section
 from areal_dta.config.schema import DTAConfig, DTAGRPOConfig, load_object
 from areal_dta.engine import PAIR_KINDS, VALUE_KINDS, engine_class
@@ -272,7 +278,8 @@ def check_model(model: Section) -> None:
     try:
         found = AutoConfig.from_pretrained(path)
     except (OSError, ValueError) as e:
-        raise ConfigError(f"{key}={path} cannot be loaded: {one_line(e, 200)}") from e
+        reason = shorten(one_line(e), 200)
+        raise ConfigError(f"{key}={path} cannot be loaded: {reason}") from e
     counts_experts = model.backend.engine == "dta" and model.config.dta.router_load
     if counts_experts and not any("expert" in key for key in found.to_dict()):
         raise ConfigError(

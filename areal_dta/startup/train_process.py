@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
-from areal_dta.config.composed import ConfigError, first_line
+from areal_dta.config.composed import ConfigError, first_line, shorten
 from areal_dta.report.step_metrics import MetricsWriter, StepMetrics
 from areal_dta.startup.prepare import PreparedRun, prepare
 
@@ -153,7 +153,7 @@ def main(argv: Sequence[str]) -> int:
         return 1
     except Exception as e:
         traceback.print_exc()
-        events.send("error", text=f"{type(e).__name__}: {first_line(e, 300)}")
+        events.send("error", text=shorten(f"{type(e).__name__}: {first_line(e)}", 300))
         return 1
     return 0
 
