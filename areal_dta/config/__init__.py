@@ -1,4 +1,4 @@
-"""Configuration: the schema, options of engines and server, backends, and errors.
+"""Configuration: the schema, options of engines and server, and a run's resolved value.
 
 Importing the package is light. Its configuration classes, which need AReaL, are loaded
 when they are asked for: ``from areal_dta.config import DTAGRPOConfig``.
@@ -9,9 +9,8 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:
-    if not name.startswith("__"):
-        for module in ("schema", "resolved"):
-            found = import_module(f"{__name__}.{module}")
-            if hasattr(found, name):
-                return getattr(found, name)
+    if name[0].isupper():  # not a module of ours, which may be light
+        schema = import_module(f"{__name__}.schema")
+        if hasattr(schema, name):
+            return getattr(schema, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
