@@ -45,7 +45,7 @@ short."""
 
 LIGHT = {
     "areal_dta.tree, areal_dta.schedule, areal_dta.balance": "torch areal transformers",
-    "areal_dta.config.errors, areal_dta.config.composed": "torch areal transformers",
+    "areal_dta.config.composed": "torch areal transformers",
     "areal_dta.config.backends": "torch areal transformers",
     "areal_dta.config.engine_options": "torch areal transformers",
     "areal_dta.config.server_options": "torch areal transformers pydantic",

@@ -2,10 +2,6 @@
 
 `resolve` parses the backends. The checks, the dry run, the process that trains and its
 trainer receive the `ResolvedRun`, so that nothing is parsed, or decided, again.
-
-A user names a backend as ``engine:parallelism``. ``dta:dN`` (the tree engine) and
-``local:dN`` (the embedded server) are ours; AReaL gets the same parallelism under the
-name of the engine that they extend.
 """
 
 from __future__ import annotations
@@ -14,41 +10,18 @@ import copy
 from dataclasses import dataclass
 from typing import Any, Final
 
-from areal.api.alloc_mode import (
-    AllocationValidationError,
-    InvalidAllocationModeError,
-    ModelAllocation,
+from areal_dta.config.backends import (
+    ROLLOUT_BACKENDS,
+    TEACHER_BACKENDS,
+    TRAIN_BACKENDS,
+    Backend,
+    parse_backend,
 )
-
-from areal_dta.config.composed import ConfigError, did_you_mean
+from areal_dta.config.composed import ConfigError
 from areal_dta.config.schema import DTAConfig, DTADPOConfig, DTAGRPOConfig
 
 KIND_OF: Final = {"ppo": "actor", "sft": "lm", "dpo": "dpo", "rw": "rw"}
 """Algorithm -> kind of its trained model, a key of `areal_dta.engine.KINDS`."""
-
-
-TRAIN_BACKENDS: Final = {
-    "dta": "fsdp",
-    "fsdp": "fsdp",
-    "megatron": "megatron",
-    "archon": "archon",
-}
-"""Training engine -> the name under which AReaL parses its parallelism."""
-ROLLOUT_BACKENDS: Final = {"local": "sglang", "sglang": "sglang", "vllm": "vllm"}
-TEACHER_BACKENDS: Final = {"sglang": "sglang", "vllm": "vllm"}
-"""Servers that can score given tokens, as a teacher has to."""
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """A parsed ``engine:parallelism`` string."""
-
-    engine: str
-    """Ours: ``dta``, ``fsdp``, ``local``, ..."""
-    areal: str
-    """The same parallelism under a name that AReaL parses, e.g. ``fsdp:d2``."""
-    num_ranks: int
-    dp_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,40 +104,6 @@ def resolve(config: DTAConfig) -> ResolvedRun:
             "teacher.rollout", "server", config.teacher.rollout, TEACHER_BACKENDS
         )
     return ResolvedRun(config, tuple(models), rollout, teacher)
-
-
-def parse_backend(spec: str, key: str, known: dict[str, str]) -> Backend:
-    """Parse e.g. ``dta:d2``.
-
-    Args:
-        key: the configuration key, for messages.
-        known: `TRAIN_BACKENDS`, `ROLLOUT_BACKENDS` or `TEACHER_BACKENDS`.
-
-    Raises:
-        ConfigError: unknown engine, bad parallelism, or one that the engine lacks.
-    """
-    engine, separator, strategy = spec.partition(":")
-    if engine not in known:
-        raise ConfigError(
-            f"{key}={spec}: unknown backend {engine!r}{did_you_mean(engine, known)}; "
-            f"expected one of {', '.join(known)}, as in {key}={next(iter(known))}:d1"
-        )
-    if not separator or not strategy:
-        raise ConfigError(f"{key}={spec}: no parallelism; expected e.g. {engine}:d1")
-    areal = f"{known[engine]}:{strategy}"
-    try:
-        parallel = ModelAllocation.from_str(areal).parallel
-    except (ValueError, AllocationValidationError, InvalidAllocationModeError) as e:
-        raise ConfigError(
-            f"{key}={spec}: cannot read the parallelism {strategy!r} "
-            f"({type(e).__name__}); expected e.g. {engine}:d2"
-        ) from e
-    if engine in ("dta", "local") and parallel.world_size != parallel.dp_size:
-        raise ConfigError(
-            f"{key}={spec}: {engine} is data parallel only; "
-            f"expected {engine}:d{parallel.world_size}"
-        )
-    return Backend(engine, areal, parallel.world_size, parallel.dp_size)
 
 
 def _section(

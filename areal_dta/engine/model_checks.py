@@ -7,7 +7,7 @@ LoRA (``use_lora``) needs nothing here: AReaL adds peft's adapters to the model 
 FSDP wraps it, the executor calls the adapted modules, and the passes over the model
 (fsdp_gather_step, fsdp_gather_layer) gather and reduce what requires a gradient. Only
 the embedded rollout server refuses it, because it takes whole checkpoints
-(startup.rollout_checks).
+(startup.checks).
 """
 
 from __future__ import annotations

@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 
+from areal_dta.config.backends import ROLLOUT_BACKENDS, TRAIN_BACKENDS, parse_backend
 from areal_dta.config.composed import ConfigError
-from areal_dta.config.resolved import (
-    ROLLOUT_BACKENDS,
-    TRAIN_BACKENDS,
-    parse_backend,
-    resolve,
-)
+from areal_dta.config.resolved import resolve
 from areal_dta.config.schema import to_structured
 from areal_dta.startup.compose import compose, find_config
 
