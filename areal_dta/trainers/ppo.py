@@ -40,7 +40,7 @@ from areal_dta.collector.prompt_loader import PromptLoader
 from areal_dta.config.resolved import ResolvedRun
 from areal_dta.config.schema import DTAGRPOConfig, DTAPPOActorConfig, DTAPPOCriticConfig
 from areal_dta.report.logprob_gap import logprob_gap
-from areal_dta.schedule import DEFAULT_BLOCK_TOKENS, FlopModel
+from areal_dta.schedule import FlopModel
 from areal_dta.trainers.watched import WatchedTrainer
 
 if TYPE_CHECKING:
@@ -229,11 +229,7 @@ def _planner(config: Any) -> BatchPlanner:
     """Return a planner whose costs start from the actor's model and options."""
     from transformers import AutoConfig
 
-    options = config.actor.dta
-    budgets = {"block_tokens": DEFAULT_BLOCK_TOKENS}
-    for name in ("block_tokens", "retain_tokens"):
-        if isinstance(value := getattr(options, name), int):  # or "auto"
-            budgets[name] = value
+    budgets = config.actor.dta.nominal_budgets()
     flops = None
     try:
         model = AutoConfig.from_pretrained(config.actor.path, trust_remote_code=True)
@@ -241,4 +237,4 @@ def _planner(config: Any) -> BatchPlanner:
     except ValueError as error:
         logger.warning(f"costs start from a nominal model: {error}")
     is_dense = config.actor.engine != "dta"
-    return BatchPlanner(flops, seed=config.seed, dense=is_dense, **budgets)
+    return BatchPlanner(flops, *budgets, seed=config.seed, dense=is_dense)
