@@ -48,8 +48,7 @@ _LOSS_SHARE = 1e-3  # what the loss of a token costs at first, in tokens
 _PRIOR_WEIGHT = 0.02  # squared relative error that a prior off by 100 % counts as
 _RUN_SAMPLES = 32  # blocks whose median error tells the machine's speed
 _LEVEL_DEAD_ZONE = 0.1  # log units: smaller differences are composition, not speed
-_HALF_LIFE = 500  # samples after which a block counts half
-_ROUNDS = 6  # of reweighting
+_ROUNDS = 3  # of reweighting
 _MIN_SPREAD = 0.03  # log units: no block is an outlier for a smaller error
 
 
@@ -244,7 +243,6 @@ class _Fit:
         run = _runs(arrival)
         error = np.log(y / predicted[priced])
         prior = prior * np.exp(np.median(error[run == 0]))
-        recency = 0.5 ** ((arrival[-1] - arrival) / _HALF_LIFE)
         # Fit theta, the coefficients in units of the prior: columns of one scale.
         theta = np.ones(NUM_FEATURES)
         error = np.log(y / (x @ prior))
@@ -254,7 +252,7 @@ class _Fit:
             centred = error - level
             centred -= np.median(centred)
             spread = max(_MIN_SPREAD, 1.4826 * float(np.median(np.abs(centred))))
-            weight = recency / (1 + (centred / (2 * spread)) ** 2)
+            weight = 1 / (1 + (centred / (2 * spread)) ** 2)
             # Relative errors at the newest speed, and the prior as further equations.
             target = y / np.exp(level)
             root = np.sqrt(weight)

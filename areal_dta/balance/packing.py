@@ -22,14 +22,10 @@ from areal_dta.tree.leaf_order import IntArray, LeafOrder, RangeMin
 
 # Limits of a rank over ``min_makespan``, most useful first: tight ones leave misfits,
 # loose ones leave ranks empty, and which is best differs.
-_ROOM = (
-    *(1.02, 1.03, 1.04, 1.01, 1.0, 1.05, 1.06, 1.07, 1.08, 1.1, 1.12, 1.15),
-    *(1.005, 1.015, 1.025, 1.035),
-)
+_ROOM = (1.02, 1.03, 1.04, 1.01)
 _MAX_UNITS = 20_000
 _MAX_PLACED = 8_000  # units over all limits but the first: about half a second
 _MAX_COMPARED = 2_000_000  # pairs of units per limit
-_ALIKE = 0.9  # of the longest shared path: as good, so the best fit decides
 
 
 def min_makespan(
@@ -123,12 +119,11 @@ def _pack(
             low = np.where(is_left, end_U[others], end)
             high = np.where(is_left, start, start_U[others]) + 1
             np.maximum.at(shared_K, rank_U[others], lcps(low, high))
-        # Best fit among the ranks that share nearly the most; else the least loaded.
+        # Best fit among the ranks that share the most; else the least loaded.
         after_K = load_K + seconds - pricing.path(shared_K)
         fits_K = after_K <= limit
         if fits_K.any():
-            longest = int(shared_K[fits_K].max())
-            best_K = fits_K & (shared_K >= _ALIKE * longest)
+            best_K = fits_K & (shared_K == shared_K[fits_K].max())
             rank = int(np.where(best_K, after_K, -1.0).argmax())
         else:
             rank = int(after_K.argmin())

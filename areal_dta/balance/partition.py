@@ -1,10 +1,10 @@
 """Plan which rank trains which sequences, so that all ranks are equally busy.
 
 Three candidates are made: contiguous cuts of the depth-first order, first-fit by tree
-tokens, and balance by sequence tokens. They, looser cuts, and packings of whole
-branches are improved by moving branches between ranks (``local_search``). Used is the
-plan with the minimum makespan; among those within 0.5 % of it, one that keeps both
-limits if there is one, and among these the one with the smallest total.
+tokens, and balance by sequence tokens. They, and packings of whole branches, are
+improved by moving branches between ranks (``local_search``). Used is the plan with the
+minimum makespan; among those within 0.5 % of it, one that keeps both limits if there is
+one, and among these the one with the smallest total.
 
 The limits, with t the total of the cheapest of the three candidates:
 
@@ -54,11 +54,7 @@ MAX_IMBALANCE, MAX_TOTAL = 1.05, 1.02  # the limits
 _TIE = 5e-3  # relative, of the makespan: predictions are no better
 _EVEN = 1.02  # slowest over mean: no need to pack many sequences
 _GOOD = 1.006, 1.005  # slowest over mean, total over t: the search ends
-_HOPELESS = 1.5  # times the best makespan: no moves will make up for that
-# Cuts that repeat less and are balanced by moves afterwards are often the better start.
-_SLACKS = (2e-2, 5e-2)
 _MAX_PRICINGS = 50_000  # in all, of a small batch: about half a second
-_MAX_PACKED = 12  # packings that are improved, the fastest first
 _FEW_SEQUENCES = 5_000  # beyond, only the fastest start is improved
 _WEIGHTS_OF_MANY = (0.4,)  # of ``local_search``, beyond
 
@@ -154,7 +150,6 @@ def partition(
         if method in methods
     ]
     considered = list(plain)
-    fastest = min(p.makespan for p in plain)
     cheapest = min(p.total for p in plain)
     is_small = len(order) <= _FEW_SEQUENCES
     weights = WEIGHTS if is_small else _WEIGHTS_OF_MANY
@@ -170,33 +165,27 @@ def partition(
         considered.extend(made)
         return sorted(made, key=lambda p: p.makespan)
 
-    def improve(starts: Iterable[tuple[str, IntArray]]) -> None:
+    def improve(starts: Iterable[_Priced]) -> None:
         """Consider what moves make of each start, until one is good."""
         nonlocal pricings_left
-        for method, rank_N in starts:
+        for start in starts:
             if pricings_left <= 0 or considered[-1].is_good(cheapest):
                 return
             moved_N, num_moves, num_pricings = local_search(
-                pricing, order, prices, rank_N, num_ranks, weights
+                pricing, order, prices, start.rank_N, num_ranks, weights
             )
-            considered.append(priced(method, moved_N, num_moves))
+            considered.append(priced(start.method, moved_N, num_moves))
             pricings_left -= num_pricings
 
-    # Improve packings first, then the candidates and looser cuts. Of a large batch only
-    # the fastest candidate, and one packing where that is not enough.
-    starts = [(p.method, p.rank_N) for p in plain]
+    # Improve packings first, then the candidates. Of a large batch only the fastest
+    # candidate, and one packing where that is not enough.
     if moves and is_small:
-        for slack in _SLACKS if CONTIGUOUS in methods else ():
-            bounds = contiguous_cuts(prices, num_ranks, slack)
-            starts.append((CONTIGUOUS, _ranks_of(bounds)))
-        hopeless = {p.method for p in plain if p.makespan > _HOPELESS * fastest}
-        if TREE_TOKENS in methods:
-            improve((p.method, p.rank_N) for p in pack()[:_MAX_PACKED])
-        improve((method, r) for method, r in starts if method not in hopeless)
+        improve(pack() if TREE_TOKENS in methods else ())
+        improve(plain)
     elif moves:
-        improve([(p.method, p.rank_N) for p in plain if p.makespan == fastest][:1])
+        improve([min(plain, key=lambda p: p.makespan)])
         if TREE_TOKENS in methods and not considered[-1].is_even():
-            improve((p.method, p.rank_N) for p in pack()[:1])
+            improve(pack()[:1])
 
     # Choose, and list each rank's sequences in depth-first order.
     fastest = min(p.makespan for p in considered)
