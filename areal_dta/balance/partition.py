@@ -14,7 +14,7 @@ Both are kept on tau2-shaped batches with 30 sequences per rank, unless the epis
 too large: no rank may then exceed MAX_IMBALANCE * MAX_TOTAL * t / num_ranks, and
 tests/balance/bounds.py tells what any such partition costs. For 512 sequences of
 recorded airline episodes both are kept on 10 ranks. On 12, two episodes have to be
-split, which alone makes 1.047 t (1.052 t is reached, at 1.006 times the mean). On 16,
+split, which alone makes 1.047 t (1.055 t is reached, at 1.004 times the mean). On 16,
 one sequence by itself takes 1.25 t / 16: the makespan comes first there. It also does
 where a rank's share is about one episode: generated batches of 20 calls per episode are
 all balanced, but some cost up to 1.07 t, and the bound does not tell whether they have
