@@ -9,13 +9,14 @@ tests.
 from __future__ import annotations
 
 import inspect
-import os
+import logging
 import random
 import subprocess
 import sys
 import threading
 import time
 from contextlib import nullcontext
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +33,7 @@ from areal.api.cli_args import (
 )
 from areal.api.io_struct import ModelResponse
 from areal.trainer.rl_trainer import PPOTrainer
+from areal.utils import logging as areal_logging
 from areal.utils import name_resolve, names
 from areal.utils.data import Normalization
 from areal.utils.recover import RecoverHandler
@@ -255,14 +257,20 @@ model.zero_grad()
 model(torch.ones(1, 2)).sum().backward()
 print("gradient", model.weight.grad.full_tensor().tolist())
 """
-    result = _run(code)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=110
+    )
     assert "gradient [[2.0, 2.0]]" in result.stdout, result.stderr
 
 
-def test_without_alias_litellm() -> None:
-    server = "areal.experimental.openai.proxy.proxy_rollout_server"
-    result = _run(f"import {server}", LITELLM_LOCAL_MODEL_COST_MAP="True")
-    assert f"No module named '{agent_proxy._OLD}'" in result.stderr
+def test_without_alias_litellm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+    for name in [name for name in sys.modules if name.startswith(agent_proxy._OLD)]:
+        monkeypatch.delitem(sys.modules, name)
+    spec = find_spec(agent_proxy.AREAL_MODULE)
+    assert spec is not None and spec.loader is not None
+    with pytest.raises(ModuleNotFoundError, match=agent_proxy._OLD):
+        spec.loader.exec_module(module_from_spec(spec))
 
 
 @pytest.fixture
@@ -310,21 +318,7 @@ def test_without_accept_empty_replies() -> None:
 
 
 def test_without_task_logger() -> None:
-    code = """
-import logging
-logger = logging.getLogger("before")
-import areal.utils.logging as areal_logging
-areal_logging.getLogger("another")
-print("reaches the root:", logger.root is logging.root)
-"""
-    assert "reaches the root: False" in _run(code).stdout
-
-
-def _run(code: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    """A logger that was made before is not the one that has the handlers."""
+    before = logging.getLogger("before")
+    areal_logging.getLogger("another")
+    assert logging.getLogger("before") is not before
