@@ -229,7 +229,7 @@ def _planner(config: Any) -> BatchPlanner:
     """Return a planner whose costs start from the actor's model and options."""
     from transformers import AutoConfig
 
-    budgets = config.actor.dta.nominal_budgets()
+    block_tokens, retain_tokens = config.actor.dta.nominal_budgets()
     flops = None
     try:
         model = AutoConfig.from_pretrained(config.actor.path, trust_remote_code=True)
@@ -237,4 +237,6 @@ def _planner(config: Any) -> BatchPlanner:
     except ValueError as error:
         logger.warning(f"costs start from a nominal model: {error}")
     is_dense = config.actor.engine != "dta"
-    return BatchPlanner(flops, *budgets, seed=config.seed, dense=is_dense)
+    return BatchPlanner(
+        flops, block_tokens, retain_tokens, seed=config.seed, dense=is_dense
+    )
