@@ -19,10 +19,15 @@ Message = dict[str, Any]
 """An OpenAI chat message."""
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_BLOCK = re.compile(f"{_OPEN}(.*?){_CLOSE}", re.DOTALL)
+# The end mark may be missing: servers stop at it, and models forget it between calls.
+_BLOCK = re.compile(f"{_OPEN}(.*?)(?:{_CLOSE}|(?={_OPEN})|\\Z)", re.DOTALL)
+_FENCE = re.compile(r"\A\s*```\w*\s*(.*?)\s*```\s*\Z", re.DOTALL)
+_EMPTY_FENCE = re.compile(r"```\w*\s*```")
 # Chat control tokens that some servers leave in the text.
 _CONTROL = re.compile(r"<\|(?:im_start|im_end|endoftext)\|>")
-_THINKING = re.compile(r"\A\s*(?:<think>)?.*?</think>\s*", re.DOTALL)
+_THINKING = re.compile(
+    r"\A\s*(?:<think>)?.*?</think>\s*(?:<think>.*?</think>\s*)*", re.DOTALL
+)
 
 
 class Problem(StrEnum):
@@ -75,6 +80,8 @@ def parse_reply(message: Mapping[str, Any]) -> Reply:
     calls = [_served_call(call) for call in message.get("tool_calls") or ()]
     calls += [_text_call(block) for block in _BLOCK.findall(text)]
     text = _BLOCK.sub("", text)
+    if calls:
+        text = _EMPTY_FENCE.sub("", text)
     if _OPEN in text or _CLOSE in text:
         raise ReplyError(Problem.BROKEN_CALL, f"unbalanced {_OPEN} in {text!r:.200}")
     text = text.strip()
@@ -94,18 +101,23 @@ def _served_call(call: Mapping[str, Any]) -> Call:
     if not isinstance(function, Mapping):
         raise ReplyError(Problem.BROKEN_CALL, f"no function in {call!r:.200}")
     call_id = str(call.get("id") or "")
-    return _call(function.get("name"), function.get("arguments"), call_id)
+    return _call(function, call_id)
 
 
 def _text_call(block: str) -> Call:
-    value = _object(block, f"{block!r:.200}")
-    return _call(value.get("name"), value.get("arguments"))
+    fenced = _FENCE.match(block)
+    value = _object(fenced[1] if fenced else block, f"{block!r:.200}")
+    function = value.get("function")  # OpenAI's form, written as text
+    return _call(function if isinstance(function, Mapping) else value)
 
 
-def _call(name: Any, arguments: Any, call_id: str = "") -> Call:
+def _call(function: Mapping[str, Any], call_id: str = "") -> Call:
+    name = function.get("name")
+    # Llama's models write "parameters".
+    arguments = function.get("arguments", function.get("parameters"))
     if not isinstance(name, str) or not name:
         raise ReplyError(Problem.BROKEN_CALL, f"the call's name is {name!r:.80}")
-    if arguments == "":  # a call without any
+    if arguments is None or arguments in ("", "null"):  # a call without any
         arguments = {}
     arguments = _object(arguments, f"arguments {arguments!r:.200}")
     return Call(name, arguments, call_id)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
+from decimal import Context, Decimal
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,8 @@ from areal_dta.areal_fixes.loggers import task_logger
 from areal_dta.embedded import generate_problems
 from areal_dta.embedded.problems import SPLITS
 from areal_dta.tasks.jsonl import read_jsonl
+from areal_dta.tasks.math_reward import parse_final_answer
+from areal_dta.tasks.number_text import MAX_DIGITS
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -25,7 +27,7 @@ _HUB_CONFIGURATION = "main"
 BOXED_INSTRUCTION = "\nPlease put your final answer within \\boxed{}."
 
 _DEFAULT_NUM_PROBLEMS = {"train": 2048, "test": 256}
-_FINAL_ANSWER = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)\s*\Z")
+_EXACT = Context(prec=2 * MAX_DIGITS)
 _EXPECTED_LINE = (
     "expected one JSON object per line like "
     '{"question": "...", "answer": "... #### 42"}'
@@ -137,23 +139,60 @@ def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]
 ) -> list[int]:
     """Tokenize a conversation up to the assistant's next turn, like a rollout."""
-    text = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=False
-    )
+    text = rendered(tokenizer, messages, add_generation_prompt=True)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
 
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    **options: Any,
+) -> str:
+    """Return the text that the chat template makes of a conversation.
+
+    Args:
+        options: more arguments of `apply_chat_template`.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or it refuses the messages.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    # ValueError: there is no template.
+    except (TemplateError, ValueError) as error:
+        roles = ", ".join(message["role"] for message in messages)
+        remedy = "use a model whose template takes them"
+        if messages[0]["role"] == "system":
+            remedy = f"leave out dataset_kwargs.system_prompt, or {remedy}"
+        name, reason = tokenizer.name_or_path, " ".join(str(error).split())
+        raise ValueError(
+            f"the chat template of {name!r} refuses the turns {roles}: {reason:.200}; "
+            f"{remedy}."
+        ) from error
+    return str(text)
+
+
 def final_answer(solution: str) -> str:
-    """Return the number after the last ``####``, without thousands separators.
+    """Return the number after the last ``####`` as a decimal, or else as a fraction.
+
+    `areal_dta.tasks.math_reward` reads it, like the answers that are compared with it.
 
     Raises:
         ValueError: the solution does not end in ``#### N``.
     """
-    match = _FINAL_ANSWER.search(solution)
-    if match is None:
+    line = solution.rpartition("####")[2].strip()
+    has_mark = "####" in solution and "\n" not in line
+    value = parse_final_answer(f"#### {line}") if has_mark else None
+    if value is None:
         raise ValueError(f"the answer {solution[-60:]!r} does not end in '#### N'.")
-    return match[1].replace(",", "")
+    for num_decimals in range(MAX_DIGITS):
+        scaled = value * 10**num_decimals
+        if scaled.denominator == 1:
+            return str(Decimal(scaled.numerator).scaleb(-num_decimals, _EXACT))
+    return str(value)
 
 
 def _iter_jsonl(path: str) -> Iterator[dict[str, str]]:

@@ -14,7 +14,7 @@ from typing import Any
 def read_jsonl(path: str | Path, expected: str) -> Iterator[tuple[int, dict[str, Any]]]:
     r"""Iterate over the objects of a file, lazily.
 
-    Lines end at ``\n``; blank ones are skipped.
+    Lines end at ``\n``; blank ones are skipped, and so is a byte order mark.
 
     Args:
         expected: what errors say that a line should be.
@@ -32,11 +32,11 @@ def read_jsonl(path: str | Path, expected: str) -> Iterator[tuple[int, dict[str,
         raise ValueError(f"cannot read {path}: {error.strerror}") from error
     with file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
+            if not line.strip(b" \t\r\n\xef\xbb\xbf"):
                 continue
             where = f"{path}, line {number}"
             try:
-                row = json.loads(line.decode("utf-8"))
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:
                 raise ValueError(f"{where}: not UTF-8 text; {expected}.") from error
             except json.JSONDecodeError as error:

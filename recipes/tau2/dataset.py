@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from areal_dta.tasks.gsm8k import rendered
 from recipes.tau2.domains import (
     DOMAINS,
     MissingTau2Error,
@@ -83,14 +84,14 @@ def _check_lengths(
     checked = ids if find_domain(domain_name).solo else ids[:1]
     for task_id in checked:
         context = agent_context(domain_name, task_id)
-        text: Any = tokenizer.apply_chat_template(
+        text = rendered(
+            tokenizer,
             [
                 {"role": "system", "content": context.system_prompt},
                 {"role": "user", "content": ""},
             ],
             tools=list(context.tools),
             add_generation_prompt=True,
-            tokenize=False,
         )
         num_tokens = len(tokenizer(text, add_special_tokens=False)["input_ids"])
         if num_tokens > max_length:

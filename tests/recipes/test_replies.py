@@ -46,6 +46,61 @@ def test_what_is_in_a_text(text, reply):
     assert parse_reply(content(text)) == reply
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "done"}',
+        '{"name": "done", "arguments": null}',
+        '{"name": "done", "arguments": {}}',
+        '{"name": "done", "arguments": ""}',
+        '{"name": "done", "arguments": "null"}',
+        '{"name": "done", "arguments": "{}"}',
+        '{"name": "done", "parameters": {}}',
+        '{"type": "function", "function": {"name": "done"}}',
+        '\n```json\n{"name": "done"}\n```\n',
+    ],
+)
+@pytest.mark.parametrize(
+    "form",
+    [
+        "<tool_call>@</tool_call>",
+        "<tool_call>@",
+        "```\n<tool_call>@</tool_call>\n```",
+        "<think>\n\n</think>\n\n<think>or <tool_call></think>\n<tool_call>@</tool_call>",
+    ],
+)
+def test_a_call_without_arguments(form, call):
+    assert parse_reply(content(form.replace("@", call))) == Reply(
+        "", (Call("done", {}),)
+    )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<tool_call>{"name": "f", "parameters": {"a": 1}}</tool_call>',
+        '<tool_call>{"name": "f", "parameters": "{\\"a\\": 1}"}</tool_call>',
+        '<tool_call>{"function": {"name": "f", "arguments": {"a": 1}}}</tool_call>',
+    ],
+)
+def test_other_names_of_the_arguments(text):
+    assert parse_reply(content(text)) == Reply("", (Call("f", {"a": 1}),))
+
+
+def test_a_forgotten_end_mark_between_two_calls():
+    text = FIND.removesuffix("</tool_call>") + f"\n{FIND} So."
+    assert parse_reply(content(text)) == Reply("So.", (Call("find", {"bag": 7}),) * 2)
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"arguments": None}, {"arguments": {}}, {"arguments": ""}]
+)
+def test_a_served_call_without_arguments(arguments):
+    call = {"id": "c1", "function": {"name": "done", **arguments}}
+    reply = parse_reply({"role": "assistant", "content": None, "tool_calls": [call]})
+    assert reply == Reply("", (Call("done", {}, "c1"),))
+
+
 def test_calls_that_a_server_parsed():
     message = {
         "role": "assistant",
@@ -65,7 +120,8 @@ def test_calls_that_a_server_parsed():
         '<tool_call>["find"]</tool_call>',
         '<tool_call>{"arguments": {}}</tool_call>',
         '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
-        '<tool_call>{"name": "find"}</tool_call>',
+        "<tool_call>{'name': 'find', 'arguments': {}}</tool_call>",
+        '<tool_call>{"name": "find"}</tool_call></tool_call>',
         '<tool_call>{"name": "find", "arguments": [7]}</tool_call>',
         '<tool_call>{"name": "find", "arguments": "{"}</tool_call>',
         '<tool_call>{"name": "find", ',

@@ -155,7 +155,17 @@ def test_an_unreachable_hub_gives_one_clear_line(monkeypatch):
 
 @pytest.mark.parametrize(
     ("solution", "answer"),
-    [("x\n#### 5", "5"), ("#### -1,234.5 ", "-1234.5"), ("#### $ .5", ".5")],
+    [
+        ("x\n#### 5", "5"),
+        ("#### -1,234.5 ", "-1234.5"),
+        ("#### $ .5", "0.5"),
+        ("#### −42", "-42"),
+        ("#### +42 apples", "42"),
+        ("#### 1 234", "1234"),
+        ("#### 2 1/2", "2.5"),
+        ("#### \\frac13", "1/3"),
+        ("#### 2 million", "2000000"),
+    ],
 )
 def test_final_answer(solution, answer):
     assert final_answer(solution) == answer

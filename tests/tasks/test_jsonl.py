@@ -19,6 +19,11 @@ def test_blank_lines_count_and_other_separators_do_not(tmp_path):
     assert rows == [(1, {"a": text}), (3, {"a": 2})]
 
 
+def test_a_byte_order_mark(tmp_path):
+    assert read(tmp_path / "a.jsonl", b'\xef\xbb\xbf{"a": 1}\n') == [(1, {"a": 1})]
+    assert read(tmp_path / "b.jsonl", b"\xef\xbb\xbf\n{}\n") == [(2, {})]
+
+
 @pytest.mark.parametrize(
     "line, complaint",
     [

@@ -8,12 +8,14 @@ import threading
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiny_model.corpus import Fault, plain_answer
 
 from areal_dta.embedded import generate_problems
 from areal_dta.tasks.math_reward import math_reward_fn, parse_final_answer
+from tests.tasks.dressed_numbers import Dressed, dressed, plain
+from tests.tasks.reward_cases import CASES
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT / "../shared/data/gsm8k"
@@ -96,6 +98,49 @@ def test_wrong_and_absent_answers_are_not_paid(completion):
 )
 def test_the_same_number_in_other_clothes(completion, answer):
     assert reward(completion, answer) == 1.0
+
+
+@pytest.mark.parametrize(("completion", "answer", "paid"), CASES)
+def test_the_table(completion, answer, paid):
+    assert reward(completion, answer) == float(paid)
+
+
+def assert_no_other_is_paid(example: Dressed) -> None:
+    for other in example.others:
+        if abs(other - example.value) > 1e-5:
+            assert reward(example.text, plain(other)) == 0.0
+
+
+@given(dressed())
+@settings(
+    max_examples=300,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+def test_a_number_in_any_clothes(example):
+    assert reward(example.text, plain(example.value)) == 1.0
+    assert_no_other_is_paid(example)
+
+
+@pytest.mark.slow
+def test_ten_thousand_numbers_in_any_clothes():
+    paid = []
+
+    @given(dressed())
+    @settings(
+        max_examples=10_000,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    def check(example):
+        paid.append(reward(example.text, plain(example.value)))
+        assert_no_other_is_paid(example)
+
+    check()
+    assert len(paid) >= 10_000 and sum(paid) >= 0.999 * len(paid)
 
 
 def test_an_unusable_reference_pays_nobody(warnings):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,26 @@ def test_the_slip_is_where_the_result_is_computed(solution: str, steps: str) -> 
     assert wrong == steps.format(*[number] * steps.count("{}"))
 
 
+@pytest.mark.parametrize(
+    ("solution", "form"),
+    [
+        ("1234*1=1234\n#### 1,234", "1234*1={0}\n#### {0:,}"),
+        ("#### 12345678901234567890", "#### {0}"),
+        ("1-.5=.5\n#### .5", "1-.5={0}.5\n#### {0}.5"),
+        ("5+5=10\n#### $10.00", "5+5={0}\n#### ${0}.00"),
+        ("so 2 1/2\n#### 2 1/2", "so {0} 1/2\n#### {0} 1/2"),
+        ("#### −42 km", "#### −{0} km"),
+    ],
+)
+def test_a_slip_keeps_the_notation(solution: str, form: str) -> None:
+    for seed in range(10):
+        wrong = preferences.corrupted(random.Random(seed), solution)
+        digits = wrong.rpartition("####")[2].replace(",", "")
+        number = int("".join(re.findall(r"\d+", digits.partition(".")[0])[:1]))
+        assert wrong == form.format(number) != solution
+        assert math_reward_fn(None, wrong, None, None, solution) == 0.0
+
+
 def test_the_form_of_numbers_stays() -> None:
     rng = random.Random(0)
     for _ in range(20):
@@ -136,3 +157,54 @@ def test_a_file_of_ones_own(
 def test_a_tokenizer_is_needed(load) -> None:
     with pytest.raises(ValueError, match="need a tokenizer"):
         load("embedded")
+
+
+TEMPLATE = (
+    "{% for m in messages %}<start_of_turn>{{ m['role'] }}\n{{ m['content'] }}"
+    "<end_of_turn>\n{% endfor %}"
+)
+NO_SYSTEM = (
+    "{% if messages[0]['role'] == 'system' %}"
+    "{{ raise_exception('System role not supported') }}{% endif %}" + TEMPLATE
+)
+
+
+@pytest.fixture
+def own_tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer that a test may change."""
+    return AutoTokenizer.from_pretrained(tiny_model_path())
+
+
+@pytest.mark.parametrize("load", [supervised.load_dataset, preferences.load_dataset])
+class TestSpecialTokens:
+    def test_a_missing_eos_token_is_named(self, load, own_tokenizer) -> None:
+        own_tokenizer.eos_token = None
+        with pytest.raises(ValueError, match="eos_token=None.*tokenizer_config.json"):
+            load("embedded", tokenizer=own_tokenizer, num_problems=2)
+
+    def test_a_missing_pad_token_does_not_matter(self, load, own_tokenizer) -> None:
+        own_tokenizer.pad_token = None
+        assert len(load("embedded", tokenizer=own_tokenizer, num_problems=2)) == 2
+
+    def test_a_turn_end_that_is_not_the_eos(self, load, own_tokenizer) -> None:
+        own_tokenizer.chat_template = TEMPLATE
+        rows = load("embedded", tokenizer=own_tokenizer, num_problems=2)
+        for row in rows:
+            ids = row.get("input_ids") or row["rejected_ids"]
+            mask = row.get("loss_mask") or row["rejected_loss_mask"]
+            learned = own_tokenizer.decode(ids[mask.index(1) :])
+            assert learned.endswith("<end_of_turn><|im_end|>")
+
+    def test_a_template_that_raises(self, load, own_tokenizer) -> None:
+        own_tokenizer.chat_template = NO_SYSTEM
+        with pytest.raises(ValueError) as caught:
+            load("embedded", tokenizer=own_tokenizer, system_prompt=SYSTEM)
+        message = str(caught.value)
+        assert "refuses the turns system, user: System role not supported" in message
+        assert "leave out dataset_kwargs.system_prompt" in message
+        assert "\n" not in message
+
+    def test_no_template(self, load, own_tokenizer) -> None:
+        own_tokenizer.chat_template = None
+        with pytest.raises(ValueError, match="refuses the turns user"):
+            load("embedded", tokenizer=own_tokenizer, num_problems=2)
