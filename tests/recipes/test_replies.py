@@ -66,7 +66,7 @@ def test_what_is_in_a_text(text, reply):
         "<tool_call>@</tool_call>",
         "<tool_call>@",
         "```\n<tool_call>@</tool_call>\n```",
-        "<think>\n\n</think>\n\n<think>or <tool_call></think>\n<tool_call>@</tool_call>",
+        "<think>\n\n</think>\n\n<think><tool_call></think>\n<tool_call>@</tool_call>",
     ],
 )
 def test_a_call_without_arguments(form, call):
