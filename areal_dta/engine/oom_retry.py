@@ -104,14 +104,13 @@ class TreeRunner:
     ) -> float:
         """Return the loss of this rank's tree; gradients are reduced. Collective."""
         executor, model = self.executor, self.executor.model
-        mark = statistics.mark()
 
         def attempt() -> float:
             return executor.forward_backward_groups(tree, group_loss, needed, scope)
 
         def undo() -> None:
             drop_unreduced_gradients(model)
-            statistics.roll_back(mark)
+            statistics.discard()
 
         with self._training_pass():
             self._choose(tree)

@@ -1,13 +1,16 @@
 """Statistics of a step, equal to AReaL's although the loss is called per block.
 
-AReaL calls the loss once per micro-batch. Its ``stats_tracker`` sums token-level
-statistics with their denominators over calls, so those are equal by themselves. Two
-kinds are not, and are corrected here:
+AReaL calls the loss once per micro-batch. What the loss logs is taken out of AReaL's
+``stats_tracker`` after every call and put back per micro-batch when all calls have been
+made, as a single call would have logged it:
 
-* scalars that the loss logs would become means over calls: they are combined into the
-  one value per micro-batch that a single call would have logged;
-* an export aborts if a rank never logged a key that another rank did: a rank whose loss
-  never ran records the same keys, with nothing counted.
+* token-level statistics and their denominators as one tensor each. The tracker checks
+  the shapes of all earlier tensors whenever it takes another one, so that its time
+  would grow with the square of the number of calls;
+* scalars combined into one value, where the tracker would take the mean over calls.
+
+An export aborts if a rank never logged a key that another rank did: a rank whose loss
+never ran records the same keys, with nothing counted.
 """
 
 from __future__ import annotations
@@ -16,13 +19,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from areal.utils import stats_tracker
 from areal.utils.stats_tracker import DistributedStatsTracker, ReduceType
+from torch import Tensor
 
 _COUNT_KEY = "n_valid_generated_tokens"  # next to the staleness averages
 _NAME = "dta"  # scope of our own statistics
@@ -43,97 +47,92 @@ class _Logged:
     weight: float
 
 
+_T = TypeVar("_T")
+_PerMicroBatch = dict[int, dict[str, list[_T]]]
+
+
 class LossStatistics:
     """Collects what the loss calls of one ``train_batch`` or ``eval_batch`` log."""
 
     def __init__(self, tracker: DistributedStatsTracker | None = None) -> None:
         self._tracker = tracker or stats_tracker.DEFAULT_TRACKER
         # micro-batch -> key -> what each call logged
-        self._scalars: dict[int, dict[str, list[_Logged]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
+        self._scalars: _PerMicroBatch[_Logged] = defaultdict(lambda: defaultdict(list))
+        self._tensors: _PerMicroBatch[Tensor] = defaultdict(lambda: defaultdict(list))
         self.num_calls = 0
 
     @contextmanager
     def call(self, micro_batch: int, weight: float) -> Iterator[None]:
         """Context manager for one call of the loss, on part of a micro-batch."""
-        before = self._lengths()
-        yield
+        with self._recording() as recorded:
+            yield
         self.num_calls += 1
-        scalars = self._take_new_scalars(before)
-        for key, values in scalars.items():
+        for key, values in recorded.items():
+            if torch.is_tensor(values[0]):
+                self._tensors[micro_batch][key] += values
+                continue
             scope = key.rpartition("/")[0]
-            counts = scalars.get(f"{scope}/{_COUNT_KEY}")
+            counts = recorded.get(f"{scope}/{_COUNT_KEY}")
             call_weight = sum(counts) if counts else weight
-            self._scalars[micro_batch][key].extend(
+            self._scalars[micro_batch][key] += [
                 _Logged(value, call_weight) for value in values
-            )
+            ]
 
     @contextmanager
     def silent_call(self) -> Iterator[None]:
         """Context manager for a call of the loss that records keys, no counts."""
-        before = self._lengths()
-        yield
-        self._take_new_scalars(before)
+        with self._recording() as recorded:
+            yield
         tracker = self._tracker
         with tracker.lock:
-            for key, values in tracker.stats.items():
-                if key not in tracker.denominators:
-                    start = before.get(key, 0)
-                    values[start:] = [
-                        torch.zeros_like(v) if torch.is_tensor(v) else v
-                        for v in values[start:]
-                    ]
+            for key, values in recorded.items():
+                if not torch.is_tensor(values[0]):
+                    continue
+                if key not in tracker.denominators:  # it is one: count nothing
+                    values = [torch.zeros_like(value) for value in values]
+                tracker.stats[key] += values
 
-    def mark(self) -> dict[str, int]:
-        """Return the state of the record, for `roll_back`."""
-        return self._lengths()
-
-    def roll_back(self, mark: dict[str, int]) -> None:
-        """Forget all calls since ``mark``, because they will be made again."""
-        tracker = self._tracker
-        with tracker.lock:
-            for key in list(tracker.stats):
-                del tracker.stats[key][mark.get(key, 0) :]
-                if not tracker.stats[key]:  # an empty list would export as 0 / 0
-                    del tracker.stats[key]
+    def discard(self) -> None:
+        """Forget all calls, because they will be made again."""
         self._scalars.clear()
+        self._tensors.clear()
         self.num_calls = 0
 
     def flush(self) -> None:
-        """Log one value per micro-batch and scalar, as AReaL would have."""
+        """Log what was collected, per micro-batch and key, as AReaL would have."""
         tracker = self._tracker
         with tracker.lock:
+            for _, tensors in sorted(self._tensors.items()):
+                for key, values in tensors.items():
+                    flat = torch.cat([value.reshape(-1) for value in values])
+                    tracker.stats[key].append(flat)
             for _, scalars in sorted(self._scalars.items()):
                 for key, logged in scalars.items():
-                    tracker.reduce_types[key] = ReduceType.SCALAR
                     tracker.stats[key].append(_combine(key, logged))
         self._scalars.clear()
+        self._tensors.clear()
 
-    def _lengths(self) -> dict[str, int]:
-        with self._tracker.lock:
-            return {key: len(values) for key, values in self._tracker.stats.items()}
-
-    def _take_new_scalars(self, before: dict[str, int]) -> dict[str, list[float]]:
-        taken: dict[str, list[float]] = {}
+    @contextmanager
+    def _recording(self) -> Iterator[dict[str, list[Any]]]:
+        """Let the tracker record into a dictionary of its own meanwhile."""
         tracker = self._tracker
+        recorded: dict[str, list[Any]] = defaultdict(list)
         with tracker.lock:
-            for key in list(tracker.stats):
-                start = before.get(key, 0)
-                values = tracker.stats[key]
-                is_scalar = tracker.reduce_types.get(key) is ReduceType.SCALAR
-                if not is_scalar or key.startswith("timeperf/") or len(values) <= start:
-                    continue
-                taken[key] = list(values[start:])
-                del values[start:]
-                if not values:  # an empty list would export as 0 / 0
-                    del tracker.stats[key]
-        return taken
+            before, tracker.stats = tracker.stats, recorded
+        try:
+            yield recorded
+        finally:
+            with tracker.lock:
+                tracker.stats = before
+            for key in [key for key, values in recorded.items() if not values]:
+                del recorded[key]
 
 
 def _combine(key: str, logged: list[_Logged]) -> float:
     values = [item.value for item in logged]
     name = key.rpartition("/")[2]
+    if key.startswith("timeperf/"):  # seconds of the calls
+        return sum(values)
     if name.endswith("_max"):
         return max(values)
     if name.endswith("_min"):
