@@ -83,6 +83,13 @@ REPAIRS: Final = (
         _LEAVE,
     ),
     Repair(
+        "trainer_steps.free_results",
+        "The tensors of evaluation rollouts stay on their workers for ever: nobody "
+        "uses or clears them.",
+        "`PPOTrainer._evaluate_fn` clears what it waited for",
+        "delete the controller's own `wait`",
+    ),
+    Repair(
         "trainer_steps.with_secret_key",
         "The agent proxy's default key is public, and the same for every run.",
         "a random default of `AgentConfig.admin_api_key`",

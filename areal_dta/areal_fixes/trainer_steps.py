@@ -12,11 +12,16 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+from aiohttp import ClientError
 from areal.api.cli_args import AgentConfig
-from areal.utils import name_resolve, names
+from areal.infra.rpc.rtensor import RTensor
+from areal.infra.utils.concurrent import run_async_task
+from areal.utils import logging, name_resolve, names
 
 from areal_dta.areal_fixes.registry import wrapped
 from areal_dta.config.resolved import ResolvedRun
+
+logger = logging.getLogger("TrainerSteps")
 
 Call = Callable[..., Any]
 
@@ -63,6 +68,35 @@ def teacher_cleared(actor: Any, teacher: Any) -> AbstractContextManager[None]:
         return cleared
 
     return wrapped(actor, "clear_batches", clear_both)
+
+
+def free_results(controller: Any) -> None:
+    """Free the tensors of a controller's results once somebody has waited for them.
+
+    For rollouts of which only the statistics are used.
+    """
+    wait = controller.wait
+
+    def wait_and_free(*args: Any, **kwargs: Any) -> Any:
+        results = wait(*args, **kwargs)
+        free_tensors(results)
+        return results
+
+    controller.wait = wait_and_free
+
+
+def free_tensors(results: Any) -> None:
+    """Free what nobody needs any more, on the workers that hold it.
+
+    Best effort: a worker that does not answer keeps its tensors until it ends.
+    """
+    for address, shards in RTensor.collect_shards(results).items():
+        try:
+            run_async_task(RTensor.clear_node, address, shards)
+        except (OSError, RuntimeError, ClientError) as error:
+            logger.warning(
+                f"{len(shards)} tensors on {address} were not freed: {error!r}"
+            )
 
 
 def with_secret_key(run: ResolvedRun) -> ResolvedRun:

@@ -11,10 +11,12 @@ Any number of items, rows and ranks works. A rank without rows takes part in all
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
 from areal.infra import TrainController
+from areal.infra.rpc.rtensor import RTensor
 from areal.infra.utils.concurrent import run_async_task
 from areal.trainer.ppo.actor import PPOActorController
 from areal.trainer.ppo.critic import PPOCriticController
@@ -37,6 +39,7 @@ class DispatchController(TrainController):
     def __init__(self, train_engine: Any, config: Any, scheduler: Any) -> None:
         super().__init__(train_engine, config, scheduler)
         self.planner = BatchPlanner()
+        self._dispatch_seconds, self._dispatched_bytes = 0.0, 0
 
     @property
     def num_ranks(self) -> int:
@@ -46,10 +49,20 @@ class DispatchController(TrainController):
         """Return the plan of a batch for the ranks of this controller."""
         return batch.plan(self.planner, self.num_ranks, num_minibatches)
 
+    def take_dispatch_metrics(self) -> dict[str, float]:
+        """Return the seconds of dealing rows since the last call, without the ranks'
+        work, and the bytes sent for it: shares, and the addresses of tensors."""
+        found = {
+            "collector/dispatch_seconds": self._dispatch_seconds,
+            "collector/dispatched_bytes": float(self._dispatched_bytes),
+        }
+        self._dispatch_seconds, self._dispatched_bytes = 0.0, 0
+        return found
+
     def ppo_update(self, items: Sequence[Item]) -> None:
         batch = to_planned_batch(items)
         plan = self.plan_batch(batch, self.config.ppo_n_minibatches)
-        sent, shares, _ = _deal(batch, plan)
+        sent, shares, _ = self._deal(batch, plan)
         self._call_heads("dispatch_update", sent, shares)
 
     def take_block_samples(self) -> list[list[float]]:
@@ -66,7 +79,7 @@ class DispatchController(TrainController):
         batch = to_planned_batch(items)
         plan = self.plan_batch(batch, batch.num_minibatches)
         slim = batch.with_items([_forward_item(item) for item in batch])
-        sent, shares, items_of_ranks = _deal(slim, plan)
+        sent, shares, items_of_ranks = self._deal(slim, plan)
         methods = [method] * len(sent)
         results = self._call_heads("dispatch_forward", methods, sent, shares)
         pieces: list[list[tuple[Any, list[int]]]] = [[] for _ in batch]
@@ -75,6 +88,17 @@ class DispatchController(TrainController):
             for i, value, rows in zip(indices, values, rows_of_items, strict=True):
                 pieces[i].append((value, rows))
         return [_join_if_whole(of_item) for of_item in pieces]
+
+    def _deal(
+        self, batch: PlannedBatch, plan: BatchPlan
+    ) -> tuple[list[list[Item]], list[str], list[list[int]]]:
+        started = time.perf_counter()
+        sent, shares, items_of_ranks = deal(batch, plan)
+        self._dispatched_bytes += sum(map(len, shares))
+        for address, shards in RTensor.collect_shards(sent).items():
+            self._dispatched_bytes += sum(len(str(s)) + len(address) for s in shards)
+        self._dispatch_seconds += time.perf_counter() - started
+        return sent, shares, items_of_ranks
 
     def _call_heads(self, method: str, *args_of_ranks: list[Any]) -> list[Any]:
         """Call every rank; each argument, like the result, is a list over ranks."""
@@ -139,7 +163,7 @@ def controller_of(engine_class: Any, config: Any, scheduler: Any) -> Any:
     return stock if ours is None else ours(engine_class, config, scheduler)
 
 
-def _deal(
+def deal(
     batch: PlannedBatch, plan: BatchPlan
 ) -> tuple[list[list[Item]], list[str], list[list[int]]]:
     """Return per rank the items that it has rows of, its share, and their indices."""

@@ -7,7 +7,8 @@ at epoch 0, so a run that is resumed in a later epoch sees another order.
 Here every prompt issued has a ``prompt_id``, which encodes its epoch and its position
 in it. A prompt is *finished* when it was trained (went into a batch) or given up.
 Saved are the next id and the unfinished ones; a restart issues the latter again. A
-prompt whose rollout failed is issued again as well, ``MAX_TRIES`` times in all.
+prompt whose rollout failed is issued again as well, ``MAX_TRIES`` times in all; one
+whose result was dropped for its age, as often as that happens.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ class PromptLoader:
         """Number of prompts issued per epoch."""
         if loader.drop_last:
             self.num_prompts = self._steps_per_epoch * int(loader.batch_size)
+        # Of the accounts: the event loop of the rollouts waits for it, so the data set,
+        # which may be slow, is read under another one.
         self._lock = threading.Lock()
+        self._reading = threading.Lock()
         self._epoch = -1
         self._shuffled: list[int] = []  # indices of the epoch in the data set
         self._next_id = 0
@@ -65,11 +69,15 @@ class PromptLoader:
         Returns:
             Its id; None if it was not issued here.
         """
-        return self._end(prompt, again=False)
+        return self._end(prompt)
 
-    def issue_again(self, prompt: Any) -> int | None:
-        """Issue the prompt again before new ones, or give it up after MAX_TRIES."""
-        return self._end(prompt, again=True)
+    def issue_again(self, prompt: Any, has_failed: bool = True) -> int | None:
+        """Issue the prompt again before new ones, or give it up after MAX_TRIES.
+
+        Args:
+            has_failed: counts as a try.
+        """
+        return self._end(prompt, again=True, has_failed=has_failed)
 
     def state_dict(self) -> dict[str, Any]:
         with self._lock:
@@ -118,10 +126,12 @@ class PromptLoader:
                 prompt_id = self._next_id
                 self._next_id += 1
             self._unfinished.add(prompt_id)
+        with self._reading:
             # A copy, so that no two prompts in flight are the same object.
             prompt = dict(self._dataset[self._dataset_index(prompt_id)])
+        with self._lock:
             self._issued[id(prompt)] = prompt, prompt_id
-            return prompt
+        return prompt
 
     def _dataset_index(self, prompt_id: int) -> int:
         epoch, i = divmod(prompt_id, self.num_prompts)
@@ -131,20 +141,21 @@ class PromptLoader:
             self._shuffled, self._epoch = list(self._sampler), epoch
         return self._shuffled[i]
 
-    def _end(self, prompt: Any, again: bool) -> int | None:
+    def _end(
+        self, prompt: Any, again: bool = False, has_failed: bool = False
+    ) -> int | None:
         with self._lock:
             if id(prompt) not in self._issued:
                 return None
             _, prompt_id = self._issued.pop(id(prompt))
-            self._tries[prompt_id] += 1
+            self._tries[prompt_id] += has_failed
             if again and self._tries[prompt_id] < MAX_TRIES:
                 self._again.append(prompt_id)
                 return prompt_id
             self._unfinished.discard(prompt_id)
-            del self._tries[prompt_id]
+            self._tries.pop(prompt_id, None)
         if again:
             logger.error(
-                f"prompt {prompt_id} is given up: {MAX_TRIES} rollouts of it failed or "
-                "became stale"
+                f"prompt {prompt_id} is given up: {MAX_TRIES} rollouts of it failed"
             )
         return prompt_id

@@ -1,10 +1,10 @@
 """Structured configuration: AReaL's configurations with our additions.
 
 ``algorithm`` chooses the class. Additions: ``dta`` (the tree engine's options) in every
-model's section, ``local`` (options of the embedded server), ``launch`` (time-outs),
-workflow, reward and data set as import strings; and the backends
-``dta:dN`` and ``local:dN``, which AReaL does not know: `ResolvedRun.for_areal` replaces
-them before AReaL parses them.
+model's section, ``local`` (options of the embedded server), ``collector`` (which
+results are trained on), ``launch`` (time-outs), workflow, reward and data set as import
+strings; and the backends ``dta:dN`` and ``local:dN``, which AReaL does not know:
+`ResolvedRun.for_areal` replaces them before AReaL parses them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from areal.api.cli_args import (
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
+from areal_dta.config.collector_options import CollectorOptions
 from areal_dta.config.composed import (
     Composed,
     ConfigError,
@@ -45,7 +46,7 @@ from areal_dta.config.server_options import LocalServerConfig
 ALGORITHMS: Final = ("ppo", "sft", "dpo", "rw")
 """``ppo`` stands for every algorithm that learns from rollouts: GRPO, PPO, GSPO, ..."""
 # Sections that presets such as hardware=cpu also give to jobs without rollouts.
-_ROLLOUT_SECTIONS: Final = ("rollout", "gconfig", "local")
+_ROLLOUT_SECTIONS: Final = ("rollout", "gconfig", "local", "collector")
 
 
 @dataclass
@@ -147,6 +148,7 @@ class DTAGRPOConfig(JobFields, GRPOConfig):
     teacher: DTATeacherConfig | None = None
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     local: LocalServerConfig = field(default_factory=LocalServerConfig)
+    collector: CollectorOptions = field(default_factory=CollectorOptions)
     workflow: str = "areal.workflow.rlvr.RLVRWorkflow"
     """Import string of the rollout workflow."""
     reward_fn: str = "areal_dta.tasks.math_reward.math_reward_fn"

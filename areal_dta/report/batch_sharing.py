@@ -1,8 +1,9 @@
 """Measure a training batch as a prefix tree, from the controller.
 
 Done for every engine alike, so that a dense run shows what the tree engine would share.
-Cost: the batch's token ids and masks travel once to the controller, and the tree is
-built in milliseconds.
+For a batch that the collector took in, everything is known: no tensor travels, and the
+cost is linear in its tokens (docs/scale.md). For others (SFT, pairs, AReaL's own
+controller) token ids and masks travel once to the controller.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from areal_dta.collector.collector import BatchSequences
+from areal_dta.collector.planned_batch import PlannedBatch
 from areal_dta.collector.remote_tensors import fetch
 from areal_dta.config.schema import DTAConfig
 from areal_dta.report.step_metrics import BatchShape
@@ -23,6 +26,7 @@ from areal_dta.schedule import (
     build_schedule,
 )
 from areal_dta.tree import PrefixTree
+from areal_dta.tree.prefix_tree import attended_pairs
 
 
 class BatchMeter:
@@ -50,6 +54,8 @@ class BatchMeter:
 
     def measure(self, batch: Sequence[dict[str, Any]]) -> BatchShape:
         """Measure a batch as AReaL's controller holds it, one dict per item."""
+        if isinstance(batch, PlannedBatch) and batch.sequences.reward is not None:
+            return self._measure_collected(batch.sequences)
         items = fetch(batch, ("input_ids", "attention_mask", "loss_mask", "rewards"))
         sequences = [s for item in items for s in _rows(item, "input_ids")]
         rewards = [
@@ -67,7 +73,7 @@ class BatchMeter:
         self,
         sequences: Sequence[NDArray[np.integer]],
         rewards: Sequence[float] = (),
-        loss_masks: Sequence[NDArray[np.integer]] | None = None,
+        loss_masks: Sequence[NDArray[Any]] | None = None,
     ) -> BatchShape:
         """Measure a batch of unpadded sequences.
 
@@ -93,8 +99,27 @@ class BatchMeter:
             reward=sum(rewards) / len(rewards) if rewards else None,
         )
 
+    def _measure_collected(self, sequences: BatchSequences) -> BatchShape:
+        stats = sequences.stats
+        saving = None
+        if self._flop_model is not None and not self._is_reward_model:
+            if self._retain_tokens is None and self._loss_outputs_only:
+                saving = _saving(self._flop_model, sequences)
+            else:
+                saving = self.measure_sequences(
+                    sequences.tokens_N, (), _masks(sequences)
+                ).predicted_saving
+        return BatchShape(
+            num_sequences=stats.num_sequences,
+            sequence_tokens=stats.num_sequence_tokens,
+            tree_tokens=stats.num_tree_tokens,
+            sharing_ratio=stats.num_sequence_tokens / stats.num_tree_tokens,
+            predicted_saving=saving,
+            reward=sequences.reward,
+        )
+
     def _needed_outputs(
-        self, tree: PrefixTree, loss_masks: Sequence[NDArray[np.integer]] | None
+        self, tree: PrefixTree, loss_masks: Sequence[NDArray[Any]] | None
     ) -> NeededOutputs | None:
         if self._is_reward_model:
             if not self._loss_outputs_only:
@@ -130,6 +155,42 @@ def model_flops(model_path: str, is_reward_model: bool = False) -> FlopModel | N
         return FlopModel.from_config(model, is_critic=is_reward_model)
     except ValueError:
         return None
+
+
+def _saving(flops: FlopModel, sequences: BatchSequences) -> float:
+    """Return what `measure_sequences` predicts where no graph is recomputed.
+
+    A schedule then computes each needed token once; those are counted along the
+    depth-first order, without building the tree.
+    """
+    lengths, lcps = sequences.order.length_N.tolist(), sequences.order.lcp_N.tolist()
+    num_tokens = num_pairs = num_outputs = 0
+    has_output = np.zeros(max(lengths, default=0), bool)  # along the current path
+    covered = 0  # depth to which earlier sequences have the current path computed
+    pairs = zip(lengths, lcps, sequences.needed_outputs_N, strict=True)
+    for length, lcp, needed in pairs:
+        # What this sequence shares with earlier ones, and how much of it is computed
+        covered = min(lcp, covered)
+        has_output[lcp:length] = False
+        # The loss reads the output before each needed token.
+        depths = needed - 1
+        num_outputs += len(depths) - int(np.count_nonzero(has_output[depths]))
+        has_output[depths] = True
+        end = int(needed[-1]) if len(needed) else 0
+        if end > covered:
+            num_tokens += end - covered
+            num_pairs += attended_pairs(covered, end)
+            covered = end
+    ours = flops.forward(num_tokens, num_pairs, num_outputs)
+    dense = flops.dense(lengths, training=False)
+    return 1.0 - ours / dense if ours else 0.0
+
+
+def _masks(sequences: BatchSequences) -> list[NDArray[np.bool_]]:
+    masks = [np.zeros(n, bool) for n in sequences.order.length_N]
+    for mask, needed in zip(masks, sequences.needed_outputs_N, strict=True):
+        mask[needed] = True
+    return masks
 
 
 def _rows(item: dict[str, torch.Tensor], key: str) -> list[NDArray[np.int64]]:

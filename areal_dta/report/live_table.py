@@ -45,6 +45,12 @@ _ROLLOUT = Column("rollout\ns", "rollout_s", lambda m: m.rollout_seconds, ".2f")
 _TRAIN = Column("train\ns", "train_s", lambda m: m.train_seconds, ".2f")
 _UPDATE = Column("update\ns", "update_s", lambda m: m.update_seconds, ".2f")
 _STEP = Column("step\ns", "step_s", lambda m: m.step_seconds, ".2f")
+_DROPPED = Column(
+    "not\ntrained",
+    "not_trained",
+    lambda m: m.collector.get("collector/dropped") if m.collector else None,
+    ",.0f",
+)
 _BATCH = (
     Column("grad\nnorm", "grad_norm", lambda m: m.grad_norm, ".3f"),
     Column("sequence\ntokens", "sequence_tokens", lambda m: m.sequence_tokens, ",.0f"),
@@ -53,7 +59,7 @@ _BATCH = (
     Column("saving\n%", "saving_%", lambda m: m.predicted_saving, ".0f", 100.0),
 )
 COLUMNS: Final = {
-    "ppo": (_REWARD, _LOSS, *_BATCH, _ROLLOUT, _TRAIN, _UPDATE, _STEP),
+    "ppo": (_REWARD, _LOSS, *_BATCH, _DROPPED, _ROLLOUT, _TRAIN, _UPDATE, _STEP),
     "sft": (_LOSS, *_BATCH, _TRAIN, _STEP),
     "dpo": (_LOSS, _ACCURACY, *_BATCH, _TRAIN, _STEP),
     "rw": (_LOSS, _ACCURACY, *_BATCH, _TRAIN, _STEP),

@@ -27,6 +27,7 @@ from areal_dta.areal_fixes.checkpoint_slots import (
 from areal_dta.areal_fixes.registry import wrapped
 from areal_dta.areal_fixes.trainer_steps import (
     critic_stats,
+    free_results,
     teacher_cleared,
     with_secret_key,
 )
@@ -37,6 +38,7 @@ from areal_dta.collector.hook import CollectorHook
 from areal_dta.collector.planned_batch import PlannedBatch
 from areal_dta.collector.planner import BatchPlanner
 from areal_dta.collector.prompt_loader import PromptLoader
+from areal_dta.collector.rejections import RejectionWatch
 from areal_dta.config.resolved import ResolvedRun
 from areal_dta.config.schema import DTAGRPOConfig, DTAPPOActorConfig, DTAPPOCriticConfig
 from areal_dta.report.logprob_gap import logprob_gap
@@ -126,7 +128,12 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
         collector, planner = hook.collector, actor.planner
         samples = actor.take_block_samples()
         planner.observe(np.array(samples, np.float64).reshape(-1, 8))
-        stats = collector.take_metrics(step_seconds)
+        collector.add_seconds("meter", self._recorder.take_meter_seconds())
+        stats = {**collector.take_metrics(step_seconds), **hook.traffic.take_metrics()}
+        for controller in (actor, self.critic, self.ref):
+            if isinstance(controller, DispatchController):
+                for key, value in controller.take_dispatch_metrics().items():
+                    stats[key] = stats.get(key, 0.0) + value
         seconds = planner.seconds(collector.total)
         stats["collector/waiting_predicted_seconds"] = seconds
         stats["plan/measured_blocks"] = planner.num_samples()
@@ -163,8 +170,11 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
             controller = self._init_local_rollout(deepcopy(rollout_config), is_eval)
         else:
             controller = super()._init_rollout(rollout_config, is_eval, lora_path)
-        if isinstance(controller, RolloutController) and not is_eval:
-            load_when_saved(controller)
+        if isinstance(controller, RolloutController):
+            if is_eval:
+                free_results(controller)
+            else:
+                load_when_saved(controller)
         return controller
 
     def _init_local_rollout(self, config: Any, is_eval: bool) -> Any:
@@ -198,18 +208,27 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
         return loader
 
     def _start_collecting(self, rollout: RolloutController) -> None:
-        config = self.config
+        config, options = self.config, self.config.collector
         planner = _planner(config)
         for controller in (self.actor, self.critic, self.ref):
             if isinstance(controller, DispatchController):
                 controller.planner = planner
         collector = Collector(
             max_sequence_tokens=config.actor.mb_spec.max_tokens_per_mb,
-            max_staleness=config.rollout.max_head_offpolicyness,
+            max_staleness=options.max_staleness,
+            vocab_size=_vocab_size(config.actor.path),
+            watch=RejectionWatch(
+                config.train_dataset.batch_size,
+                options.max_rejected_share,
+                options.max_batches_without_result,
+            ),
         )
         prompts = self.train_dataloader
         self.hook = CollectorHook(
-            rollout, collector, prompts if isinstance(prompts, PromptLoader) else None
+            rollout,
+            collector,
+            prompts if isinstance(prompts, PromptLoader) else None,
+            options.fetch_timeout_seconds,
         )
         handler = self.recover_handler
         if isinstance(handler, SlotRecoverHandler):
@@ -240,3 +259,15 @@ def _planner(config: Any) -> BatchPlanner:
     return BatchPlanner(
         flops, block_tokens, retain_tokens, seed=config.seed, dense=is_dense
     )
+
+
+def _vocab_size(model_path: str) -> int | None:
+    """Return the number of token ids of a model; None if its config does not say."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=True)
+    except ValueError:  # an architecture that transformers does not know
+        return None
+    size = getattr(config.get_text_config(), "vocab_size", None)
+    return None if size is None else int(size)

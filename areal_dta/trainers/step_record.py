@@ -30,7 +30,13 @@ class StepRecorder:
         self._on_step = on_step
         self._meter = meter
         self._shape: BatchShape | None = None
+        self._meter_seconds = 0.0
         self.restart_clock()
+
+    def take_meter_seconds(self) -> float:
+        """Return the seconds spent on measuring batches since the last call."""
+        seconds, self._meter_seconds = self._meter_seconds, 0.0
+        return seconds
 
     def restart_clock(self) -> None:
         """Let the current step begin now."""
@@ -103,4 +109,6 @@ class StepRecorder:
             self._on_step(step_metrics(number, committed, shape, seconds))
 
     def _measure(self, batch: Any) -> None:
+        started = time.perf_counter()
         self._shape = self._meter.measure(batch) if self._meter else None
+        self._meter_seconds += time.perf_counter() - started

@@ -41,7 +41,9 @@ _Counts = tuple[int, int, int, int, int]  # in the order of ForestStats' fields
 
 
 @dataclass(frozen=True, slots=True)
-class _Leaf:
+class Leaf:
+    """A sequence in the forest."""
+
     key: tuple[bytes, Owner]
     """Token ids, big-endian: bytes sort as the ids do."""
     needed_outputs: NDArray[np.int32]
@@ -63,7 +65,9 @@ class _Leaf:
             length,
             length - shared,
             attended_pairs(shared, length),
-            len(self.needed_outputs) - int(self.needed_outputs.searchsorted(shared)),
+            # int32 as they are: another type would have all of them converted first
+            len(self.needed_outputs)
+            - int(self.needed_outputs.searchsorted(np.int32(shared))),
         )
 
 
@@ -75,10 +79,10 @@ class PrefixForest:
     """
 
     def __init__(self) -> None:
-        self._leaves: list[_Leaf] = []
+        self._leaves: list[Leaf] = []
         self._keys: list[tuple[bytes, Owner]] = []  # of the leaves: to bisect in
         self._shared: list[int] = []  # tokens in common with the left neighbour
-        self._key_of: dict[Owner, tuple[bytes, Owner]] = {}
+        self._leaf_of: dict[Owner, Leaf] = {}
         self._trees: dict[int, list[int]] = {}  # counts, by first token
         self._total = [0] * 5
 
@@ -103,9 +107,9 @@ class PrefixForest:
             tokens: ids, 1-D, at least one, 0 <= id < 2**32.
             needed_outputs: depths of the tokens whose output the loss reads, rising.
         """
-        assert owner not in self._key_of and len(tokens), owner
+        assert owner not in self._leaf_of and len(tokens), owner
         key = (tokens.astype(">u4").tobytes(), owner)
-        leaf = _Leaf(key, needed_outputs.astype(np.int32))
+        leaf = Leaf(key, needed_outputs.astype(np.int32))
         at = bisect_left(self._keys, key)
         shared = common_prefix(self._leaves[at - 1].tokens, leaf.tokens) if at else 0
         if at < len(self._leaves):  # the right neighbour has a new left one
@@ -114,10 +118,10 @@ class PrefixForest:
         self._leaves.insert(at, leaf)
         self._keys.insert(at, key)
         self._shared.insert(at, shared)
-        self._key_of[owner] = key
+        self._leaf_of[owner] = leaf
 
     def remove(self, owner: Owner) -> None:
-        at = bisect_left(self._keys, self._key_of.pop(owner))
+        at = bisect_left(self._keys, self._leaf_of.pop(owner).key)
         leaf, shared = self._leaves.pop(at), self._shared.pop(at)
         del self._keys[at]
         if at < len(self._leaves):
@@ -141,20 +145,16 @@ class PrefixForest:
         order = LeafOrder.from_arrays(part.length_N, part.lcp_N)
         return [self._keys[i][1] for i in places], order
 
-    def num_outputs(self, owner: Owner) -> int:
-        """Return the number of outputs of a sequence that the loss reads."""
-        return len(self._leaf(owner).needed_outputs)
+    def leaf(self, owner: Owner) -> Leaf:
+        return self._leaf_of[owner]
 
     def stats(self, owners: Sequence[Owner], order: LeafOrder) -> ForestStats:
         """Count the forest of some sequences by themselves, as ``order`` gave them."""
         sums = [0] * 5
         for owner, shared in zip(owners, order.lcp_N.tolist(), strict=True):
-            for i, count in enumerate(self._leaf(owner).counts(shared)):
+            for i, count in enumerate(self._leaf_of[owner].counts(shared)):
                 sums[i] += count
         return ForestStats(*sums)
-
-    def _leaf(self, owner: Owner) -> _Leaf:
-        return self._leaves[bisect_left(self._keys, self._key_of[owner])]
 
     def _set_shared(self, at: int, shared: int) -> None:
         """Update a leaf that has another left neighbour now."""
@@ -164,7 +164,7 @@ class PrefixForest:
             self._count(leaf, shared, 1)
             self._shared[at] = shared
 
-    def _count(self, leaf: _Leaf, shared: int, sign: int) -> None:
+    def _count(self, leaf: Leaf, shared: int, sign: int) -> None:
         root = int.from_bytes(leaf.key[0][:4], "big")
         tree = self._trees.setdefault(root, [0] * 5)
         for i, count in enumerate(leaf.counts(shared)):

@@ -123,6 +123,18 @@ def test_without_teacher_cleared() -> None:
     assert not trainer.teacher.clear_batches.called
 
 
+def test_without_free_results() -> None:
+    """AReaL waits for evaluation rollouts, and forgets what it got."""
+    trainer: Any = MagicMock()
+    trainer.valid_dataloader = [[{}], [{}]]
+    results = trainer.eval_rollout.wait.return_value
+    PPOTrainer._evaluate_fn(trainer, "not.used", None)
+    trainer.eval_rollout.wait.assert_called_once_with(2, timeout=None)
+    assert not results.mock_calls
+    assert not trainer.eval_rollout.clear_batches.called
+    assert not trainer.actor.clear_batches.called
+
+
 def test_without_with_secret_key() -> None:
     assert AgentConfig.admin_api_key == "areal-admin-key"
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+from areal.infra.rpc import rtensor
+from areal.infra.rpc.rtensor import RTensor, TensorShardInfo
 from areal.utils.timeutil import EpochStepTimeFreqCtl
 
 from areal_dta.areal_fixes.registry import wrapped
 from areal_dta.areal_fixes.trainer_steps import (
     critic_stats,
+    free_results,
     saved_together,
     teacher_cleared,
 )
@@ -63,3 +67,32 @@ def test_a_teacher_forgets_what_the_actor_forgets() -> None:
         actor.clear_batches("last")
     assert actor.cleared == [("rollouts", "advantages"), ("later",), ("last",)]
     assert teacher.cleared == [("rollouts",)]
+
+
+def test_results_of_an_evaluation_are_freed() -> None:
+    """In 0.1.0 they stayed on their workers for ever."""
+    freed = []
+
+    class Backend:
+        async def delete(self, address: str, shards: list[Any]) -> None:
+            freed.append((address, shards))
+            if address == "gone:1":
+                raise ConnectionError("worker is gone")
+
+    def result(address: str) -> dict[str, Any]:
+        shard = TensorShardInfo(f"shard on {address}", address)
+        return {"x": RTensor(shard, torch.zeros(1, device="meta"))}
+
+    results = [result("gone:1"), None, result("here:2")]
+    controller = SimpleNamespace(wait=lambda count, timeout: results[:count])
+    free_results(controller)
+    before = rtensor._backend
+    rtensor.set_backend(Backend())  # type: ignore[arg-type]
+    try:
+        assert controller.wait(3, timeout=None) == results
+    finally:
+        rtensor.set_backend(before)
+    assert freed == [
+        ("gone:1", ["shard on gone:1"]),
+        ("here:2", ["shard on here:2"]),
+    ]

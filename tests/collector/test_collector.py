@@ -2,6 +2,7 @@
 
 import random
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,13 +11,11 @@ import torch
 from areal_dta.collector.collector import Collector
 from areal_dta.collector.planned_batch import PlannedBatch, to_planned_batch
 from areal_dta.collector.planner import BatchPlanner
-from areal_dta.collector.validate_trajectory import (
-    REASONS,
-    Rejected,
-    validate_trajectory,
-)
+from areal_dta.collector.rejections import REASONS, Rejected, RejectionWatch
+from areal_dta.collector.validate_trajectory import validate_trajectory
 from areal_dta.schedule import FlopModel
 from areal_dta.tree.prefix_forest import PrefixForest
+from tests.engine.builders import VOCAB_SIZE
 from tests.engine.dispatch_scenarios import make_items
 
 
@@ -75,9 +74,31 @@ BROKEN = {
         lambda item: item.pop("input_ids"),
         lambda item: item.update(loss_mask=item["loss_mask"][:, 1:]),
         lambda item: item.update(rewards=item["rewards"][:2]),
-        lambda item: item["input_ids"].__setitem__((0, 0), -5),
+        lambda item: item.update(logprobs=item["logprobs"][:, :-1]),
+        lambda item: item.update(input_ids=item["input_ids"][0]),
+        lambda item: item.update({key: value[:0] for key, value in item.items()}),
         lambda item: item["attention_mask"].__setitem__(1, False),
         unpad_left,
+    ],
+    "dtype": [
+        lambda item: item.update(input_ids=item["input_ids"].float()),
+        lambda item: item.update(input_ids=item["input_ids"].tolist()),
+        lambda item: item.update(versions=item["versions"].float()),
+        lambda item: item.update(logprobs=item["logprobs"].int()),
+        lambda item: item.update(logprobs=item["logprobs"].to("meta")),
+        lambda item: item.update(rewards=item["rewards"] > 0),
+        lambda item: item.update(attention_mask=2 * item["attention_mask"].int()),
+        lambda item: item["loss_mask"].__setitem__((0, 1), 7),
+        lambda item: item.update(rewards="good"),
+    ],
+    "vocabulary": [
+        lambda item: item["input_ids"].__setitem__((0, 0), -5),
+        lambda item: item["input_ids"].__setitem__((1, 0), VOCAB_SIZE),
+    ],
+    "no_loss": [lambda item: item["loss_mask"].zero_()],
+    "version": [
+        lambda item: item["versions"].__setitem__((0, 1), 4),
+        lambda item: item["versions"].__setitem__((0, 1), -2),
     ],
     "nan": [
         lambda item: item["rewards"].__setitem__(0, torch.nan),
@@ -91,7 +112,8 @@ CASES = [(reason, change) for reason, cs in BROKEN.items() for change in cs]
 
 @pytest.mark.parametrize("reason, change", CASES, ids=range(len(CASES)))
 def test_what_cannot_be_trained_on_is_rejected_and_counted(reason, change):
-    collector = Collector(5 if reason == "too_long" else None, max_staleness=2)
+    longest = 5 if reason == "too_long" else None
+    collector = Collector(longest, max_staleness=2, vocab_size=VOCAB_SIZE)
     version = 3 if reason == "stale" else 0
     item = broken(change)
     if reason == "stale":
@@ -104,6 +126,94 @@ def test_what_cannot_be_trained_on_is_rejected_and_counted(reason, change):
     counts = {r: metrics[f"collector/rejected/{r}"] for r in REASONS}
     assert counts == {r: float(r == reason) for r in REASONS}
     assert metrics["collector/inserted"] == 0
+
+
+def test_a_result_is_taken_in_once():
+    first, second = make_items((2, 3))
+    collector = Collector()
+    collector.offer(0, first, 0, source="shard")
+    for task_id, source in ((0, "other shard"), (7, "shard")):
+        with pytest.raises(Rejected, match="before|another") as error:
+            collector.offer(task_id, second, 0, source)
+        assert error.value.reason == "duplicate"
+    assert collector.total.num_sequences == 2
+    collector.take([0])
+    with pytest.raises(Rejected, match="before"):
+        collector.offer(0, first, 0)
+    collector.offer(8, first, 0, source="shard")  # the shard's name is free again
+
+
+def test_a_row_without_loss_counts_in_its_group():
+    (item,) = make_items((3,))
+    item["loss_mask"][0] = 0
+    collector = Collector()
+    collector.offer(0, item, 0)
+    assert collector.total.num_sequences == 3
+
+
+@pytest.mark.parametrize("max_staleness", [None, 2])
+def test_nothing_is_dropped_for_its_age_unless_asked(max_staleness):
+    collector = Collector(max_staleness=max_staleness)
+    (item,) = make_items((2,))
+    item["versions"][item["versions"] >= 0] = 0
+    collector.offer(0, item, 2)
+    assert collector.find_stale(9) == ([] if max_staleness is None else [0])
+
+
+def test_each_kind_is_told_once_per_step(monkeypatch):
+    messages = []
+    monkeypatch.setattr(
+        "areal_dta.collector.collector.logger",
+        SimpleNamespace(warning=messages.append),
+    )
+    collector = Collector()
+    nan, no_loss = make_items((2, 2))
+    nan["rewards"][0] = torch.nan
+    no_loss["loss_mask"].zero_()
+    for _ in range(2):
+        messages.clear()
+        for task_id in range(5):
+            for item in (nan, no_loss):
+                with pytest.raises(Rejected):
+                    collector.offer(task_id, item, 0)
+        assert len(messages) == 2
+        assert "(nan)" in messages[0] and "(no_loss)" in messages[1]
+        collector.take([])
+    metrics = collector.take_metrics(1.0)
+    assert metrics["collector/dropped"] == 20
+    assert metrics["collector/rejected/no_loss"] == 10
+
+
+def verdicts(watch, text):
+    """b: bad, f: filtered, .: accepted."""
+    for letter in text:
+        if letter == ".":
+            watch.accept()
+        else:
+            reason = {"b": "nan", "f": "filtered", "x": "failed"}[letter]
+            watch.reject(reason, f"because of {letter}")
+    return watch.why_stop()
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("bbbbbbb", None),  # less than two batches
+        ("bbbb....", None),  # not above the share
+        ("bbbbb...", "5 of the last 8 results were rejected (nan 5)"),
+        ("bbbbb....", None),  # the first is out of the window
+        ("xxxxx...", None),  # failures are not bad trajectories
+        ("ffffffff...f", None),
+        (".fffffffffff", None),
+        (".xfffffffffff", "none of the last 12 results can be trained on (filtered 11"),
+    ],
+)
+def test_when_a_run_stops(text, expected):
+    why = verdicts(RejectionWatch(4, 0.5, 3), text)
+    assert why is None if expected is None else expected in why
+    if expected:
+        assert "because of" in why and "collector.max_" in why
+    assert verdicts(RejectionWatch(4, 1.0, None), text) is None
 
 
 def test_padding_may_hold_anything():

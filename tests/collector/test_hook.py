@@ -5,13 +5,18 @@ Only the workers are stood in for: a scheduler that answers with ready-made resu
 
 import asyncio
 import random
+import socket
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from areal.api import Worker
 from areal.api.cli_args import InferenceEngineConfig
 from areal.infra.controller.rollout_controller import RolloutController
+from areal.infra.rpc import rtensor
+from areal.infra.rpc.rtensor import RTensor, TensorShardInfo
 from areal.infra.staleness_manager import StalenessManager
 from areal.infra.workflow_executor import BatchTaskDispatcher
 from areal.utils import logging
@@ -22,16 +27,23 @@ from areal_dta.collector.collector import Collector
 from areal_dta.collector.hook import CollectorHook
 from areal_dta.collector.planner import BatchPlanner
 from areal_dta.collector.prompt_loader import MAX_TRIES, PromptLoader
+from areal_dta.collector.rejections import RejectionWatch, TooManyRejected
+from areal_dta.collector.remote_tensors import FetchMeter, fetch
 from tests.engine.dispatch_scenarios import make_items
 
 BATCH = 4
 
 
 class Workers:
-    """Answers in place of rollout workers, in any order."""
+    """Answers in place of rollout workers, in any order.
 
-    def __init__(self, fates):
-        self.fates = fates  # index of a prompt -> what becomes of its rollouts
+    Args:
+        fates: index of a prompt -> what becomes of its rollouts.
+        wait: awaited with an index before its rollout ends.
+    """
+
+    def __init__(self, fates, wait=None):
+        self.fates, self.wait = fates, wait
         self.controller = None
         self.results = {}
         self.prompts = []  # indices, as they were submitted
@@ -43,7 +55,10 @@ class Workers:
             index = kwargs["data"]["index"]
             self.prompts.append(index)
             self.results[number] = index
-            await asyncio.sleep(self._random.random() / 50)
+            if self.wait is None:
+                await asyncio.sleep(self._random.random() / 50)
+            else:
+                await self.wait(index)
             fate = self.fates.get(index)
             if fate == "slow":  # AReaL issues more after a second
                 await asyncio.sleep(1.3)
@@ -64,6 +79,12 @@ class Workers:
         item["versions"][item["versions"] >= 0] = self.controller._version
         if self.fates.get(index) == "nan":
             item["rewards"][0] = torch.nan
+        if self.fates.get(index, "").startswith("lost"):
+            # on a worker that is gone
+            shard = TensorShardInfo(f"shard {index}", "127.0.0.1:9")
+            item["input_ids"] = RTensor(shard, item["input_ids"].to("meta"))
+        if self.fates.get(index) == "lost once":
+            del self.fates[index]
         return item
 
 
@@ -80,8 +101,17 @@ def prompt_loader(num=12, batch_size=BATCH, shuffle=False):
 class Rollout:
     """A controller with a collection, without processes."""
 
-    def __init__(self, fates=None, staleness=1, loader=None):
-        self.workers = Workers(fates or {})
+    def __init__(
+        self,
+        fates=None,
+        staleness=1,
+        loader=None,
+        wait=None,
+        max_staleness=None,
+        is_collected=True,
+        **limits,
+    ):
+        self.workers = Workers(fates or {}, wait)
         config = InferenceEngineConfig(
             backend="sglang:d1",
             consumer_batch_size=BATCH,
@@ -102,15 +132,22 @@ class Rollout:
         )
         controller._dispatcher.initialize(logger=logging.getLogger("test"))
         self.loader = loader or prompt_loader(100)
-        self.collector = Collector(max_staleness=staleness)
-        self.hook = CollectorHook(controller, self.collector, self.loader)
+        self.collector = Collector(
+            max_staleness=max_staleness, watch=RejectionWatch(BATCH, **limits)
+        )
+        self.hook = None
+        if is_collected:
+            self.hook = CollectorHook(
+                controller, self.collector, self.loader, fetch_timeout_seconds=1.0
+            )
         self.planner = BatchPlanner()
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.hook.close()
+        if self.hook is not None:
+            self.hook.close()
         self.controller._dispatcher.destroy()
 
     def batch(self, **kwargs):
@@ -119,6 +156,8 @@ class Rollout:
                 self.loader, workflow="any", group_size=3, **kwargs
             )
 
+        if self.hook is None:
+            return prepare()
         return self.hook.next_batch(
             prepare, lambda batch: batch.plan_now(self.planner, 2, 1)
         )
@@ -183,7 +222,8 @@ def test_what_became_of_each_prompt_is_saved():
         rollout.wait_until(balanced)
         metrics = rollout.collector.take_metrics(1.0)
         assert metrics["collector/rejected/nan"] == 1
-        assert metrics["collector/rejected/filtered"] == 2
+        assert metrics["collector/rejected/filtered"] == 1
+        assert metrics["collector/rejected/failed"] == 1
 
 
 def test_a_restart_issues_once_more_what_was_not_trained():
@@ -201,7 +241,7 @@ def test_a_restart_issues_once_more_what_was_not_trained():
 
 
 def test_results_that_became_stale_are_taken_back_and_run_again():
-    with Rollout({2: "slow"}, staleness=1) as rollout:
+    with Rollout({2: "slow"}, staleness=1, max_staleness=1) as rollout:
         first = indices(rollout.batch())
         waits = rollout.controller._dispatcher._pending_results
         rollout.wait_until(lambda: len(waits) == BATCH)  # all that may run ahead
@@ -215,6 +255,212 @@ def test_results_that_became_stale_are_taken_back_and_run_again():
         assert len(second) == BATCH
         stats = rollout.controller.staleness_manager.get_stats()
         assert stats.rejected == BATCH
+
+
+def test_tensors_that_cannot_be_fetched_cost_a_result_and_not_the_run():
+    """0.1.0 never gave the place in AReaL's capacity back, and waited for ever."""
+    fates = {index: "lost once" for index in range(5)}
+    with Rollout(fates) as rollout:
+        trained = []
+        for version in range(8):
+            trained += indices(rollout.batch())
+            rollout.set_version(version + 1)
+        assert set(range(5)) <= set(trained)  # put back, and trained
+        metrics = rollout.collector.take_metrics(1.0)
+        assert metrics["collector/rejected/failed"] == 5
+        stats = rollout.controller.staleness_manager.get_stats
+        assert stats().rejected == 5
+
+        def balanced():
+            num_waiting = len(rollout.collector.waiting_task_ids)
+            return stats().accepted == num_waiting + len(trained)
+
+        rollout.wait_until(balanced)
+
+
+@pytest.mark.parametrize("fate", ["filtered", "lost", "unreachable"])
+def test_a_workflow_without_results_stops_with_the_reasons(fate):
+    """0.1.0 waited for ever."""
+    fates = {index: fate for index in range(100)}
+    with Rollout(fates, max_batches_without_result=3) as rollout:
+        with pytest.raises(TooManyRejected, match="none of the last 1[2-9] results"):
+            rollout.batch()
+
+
+def test_too_many_bad_trajectories_stop_the_run_with_the_reasons():
+    fates = {index: "nan" for index in range(100) if index % 4}
+    with Rollout(fates) as rollout:
+        with pytest.raises(TooManyRejected, match="nan.*rewards holds NaN"):
+            for version in range(4):
+                rollout.batch()
+                rollout.set_version(version + 1)
+
+
+def test_results_of_a_caller_of_its_own_are_not_collected():
+    """In 0.1.0 they stayed in the forest for ever."""
+    with Rollout() as rollout:
+        data = [{"index": 50 + i} for i in range(3)]
+        results = rollout.controller.rollout_batch(data, workflow="any", group_size=3)
+        assert sorted(indices(results)) == [50, 51, 52]
+        assert rollout.collector.total.num_sequences == 0
+        assert len(rollout.batch()) == BATCH
+
+
+def test_a_result_that_somebody_submitted_may_end_up_in_a_batch():
+    with Rollout() as rollout:
+        rollout.controller.submit({"index": 50}, "any", group_size=3)
+        rollout.wait_until(lambda: len(rollout.controller.dispatcher._pending_results))
+        batch = rollout.batch()
+        assert indices(batch)[-1] == 50 and len(batch) == BATCH
+        plan = batch.plan(rollout.planner, 2, 1)
+        assert len({o for r in range(2) for o in plan.rows(r, 0)}) == 3 * BATCH
+
+
+def test_a_slow_fetch_keeps_no_other_result_waiting(monkeypatch):
+    """0.1.0 had one thread for all."""
+    go_on, slow = threading.Event(), []
+    stock = RTensor.localize
+
+    def localize(items):
+        if int(items[0]["input_ids"].sum()) in slow:
+            assert go_on.wait(timeout=30)
+        return stock(items)
+
+    (item,) = make_items((3,), seed=0)
+    slow.append(int(item["input_ids"].sum()))
+    monkeypatch.setattr(RTensor, "localize", localize)
+    with Rollout() as rollout:
+        first = indices(rollout.batch())
+        assert 0 not in first and len(first) == BATCH
+        go_on.set()
+        rollout.set_version(1)
+        assert 0 in indices(rollout.batch())
+
+
+def test_a_worker_that_does_not_answer_is_given_up_in_time():
+    """0.1.0 waited for an hour, three times over."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        shard = TensorShardInfo("any", f"127.0.0.1:{silent.getsockname()[1]}")
+        undo = FetchMeter(timeout_seconds=0.1).install()
+        try:
+            started = time.monotonic()
+            with pytest.raises(RuntimeError, match="after 3 attempts"):
+                fetch([{"x": RTensor(shard, torch.zeros(1, device="meta"))}], ["x"])
+            assert time.monotonic() - started < 60
+        finally:
+            undo()
+
+
+def test_what_is_fetched_is_counted():
+    meter = FetchMeter(1.0)
+    meter._backend = SimpleNamespace(fetch=lambda shards: [torch.zeros(3)] * 2)
+    undo = meter.install()
+    try:
+        shards = [TensorShardInfo(f"count {i}", "nowhere:1") for i in range(2)]
+        item = {
+            f"x{i}": RTensor(s, torch.zeros(3, device="meta"))
+            for i, s in enumerate(shards)
+        }
+        fetch([item], list(item))
+        fetch([item], list(item))  # AReaL's buffer has them
+    finally:
+        undo()
+        rtensor.clear_fetch_buffer(shard.shard_id for shard in shards)
+    metrics = meter.take_metrics()
+    assert metrics["collector/fetched_bytes"] == 24
+    assert metrics["collector/fetched_tensors"] == 2
+    assert meter.take_metrics()["collector/fetched_bytes"] == 0
+
+
+def test_the_accounts_do_not_wait_for_the_data_set():
+    """In 0.1.0 the event loop of all rollouts waited for a slow data set."""
+    loader = prompt_loader()
+    first = next(iter(loader))[0]
+    reading, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def __getitem__(self, index):
+            reading.set()
+            assert go_on.wait(timeout=30)
+            return {"index": index}
+
+    loader._dataset = Slow()
+    thread = threading.Thread(target=lambda: next(iter(loader)))
+    thread.start()
+    assert reading.wait(timeout=30)
+    finished = []
+    finishing = threading.Thread(target=lambda: finished.append(loader.finish(first)))
+    finishing.start()
+    finishing.join(timeout=10)
+    was_finished = finished == [0]
+    go_on.set()
+    for waiting in (thread, finishing):
+        waiting.join(timeout=30)
+    assert was_finished
+
+
+class Clock:
+    """Simulated time in steps; waiting for it takes no more than a few of its ticks."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    async def sleep(self, steps):
+        end = self.now + steps
+        while self.now < end:
+            await asyncio.sleep(0.002)
+
+
+def slow_prompts_trained(is_collected):
+    """One prompt of 8 lasts 3.2 steps, the others 0.1; 64 are trained."""
+    clock = Clock()
+
+    async def wait(index):
+        await clock.sleep(3.2 if index % 8 == 0 else 0.1)
+
+    ended = threading.Event()
+
+    def tick():
+        while not ended.wait(0.02):
+            clock.now += 0.1
+
+    with Rollout(wait=wait, is_collected=is_collected) as rollout:
+        ticking = threading.Thread(target=tick)
+        ticking.start()
+        trained = []
+        try:
+            for version in range(64 // BATCH):
+                trained += indices(rollout.batch())
+                end = clock.now + 1.0
+                rollout.wait_until(lambda end=end: clock.now >= end)
+                rollout.set_version(version + 1)
+        finally:
+            ended.set()
+            ticking.join()
+        if is_collected:
+            metrics = rollout.collector.take_metrics(1.0)
+            assert metrics["collector/dropped"] == 0
+    assert len(trained) == 64
+    return sum(index % 8 == 0 for index in trained)
+
+
+def test_slow_rollouts_are_trained_as_by_areal_alone():
+    """In 0.1.0 none of them was: all were rejected as stale, and then given up."""
+    stock, ours = slow_prompts_trained(False), slow_prompts_trained(True)
+    assert stock > 0 and abs(stock - ours) <= 1
+
+
+def test_a_prompt_is_never_given_up_for_its_age():
+    loader = prompt_loader()
+    prompts = iter(loader)
+    prompt_id = None
+    for _ in range(2 * MAX_TRIES):
+        (prompt,) = next(prompts)
+        prompt_id = loader.issue_again(prompt, has_failed=False)
+        assert prompt_id == 0
+    assert 0 in loader.state_dict()["unsettled"]
 
 
 def test_dynamic_batches():

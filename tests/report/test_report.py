@@ -9,13 +9,16 @@ import math
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
 
+from areal_dta.collector.collector import Collector
+from areal_dta.collector.planned_batch import PlannedBatch
 from areal_dta.config.schema import ALGORITHMS
 from areal_dta.report.batch_sharing import BatchMeter
-from areal_dta.report.live_table import SHOWN_STEPS, RunView
+from areal_dta.report.live_table import COLUMNS, SHOWN_STEPS, RunView
 from areal_dta.report.log_alerts import AlertReader
 from areal_dta.report.plot import plot_curve, running_mean
 from areal_dta.report.step_metrics import (
@@ -25,6 +28,7 @@ from areal_dta.report.step_metrics import (
     step_metrics,
 )
 from areal_dta.schedule import FlopModel
+from tests.engine.dispatch_scenarios import make_items
 
 REQUIRED_KEYS = [
     "step",
@@ -185,6 +189,34 @@ class TestMeter:
         # The output before the third token, for which the first two are computed.
         assert shape.predicted_saving == pytest.approx(1 - (2 + 10) / (4 + 40))
 
+    @pytest.mark.parametrize("seed", range(20))
+    @pytest.mark.parametrize("retain", [None, 3])
+    def test_a_collected_batch_needs_no_tensors(self, seed: int, retain: int) -> None:
+        """0.1.0 fetched ids and masks again and built the tree: seconds per step."""
+        rng = np.random.default_rng(seed)
+        items = make_items(rng.integers(1, 6, 6).tolist(), seed)
+        for item in items:  # not only at the end of a sequence
+            random = torch.from_numpy(rng.integers(0, 2, item["loss_mask"].shape))
+            item["loss_mask"] = random.int() * item["attention_mask"]
+            item["loss_mask"][0, 1] = 1
+        collector = Collector()
+        for task_id, item in enumerate(items):
+            collector.offer(task_id, item, 0)
+        flops = FlopModel(per_token=7.0, per_pair=0.5, per_output=30.0)
+        meter = BatchMeter(flops, 4, retain)
+        batch = PlannedBatch([{}] * 6, collector.take(range(6)))
+        found, expected = meter.measure(batch), meter.measure(items)
+        assert found.predicted_saving == pytest.approx(expected.predicted_saving)
+        assert found.reward == pytest.approx(expected.reward)
+        for name in ("num_sequences", "sequence_tokens", "tree_tokens"):
+            assert getattr(found, name) == getattr(expected, name)
+        assert found.sharing_ratio == pytest.approx(expected.sharing_ratio)
+
+    def test_the_table_counts_what_is_not_trained(self) -> None:
+        metrics = step_metrics(1, {"collector/dropped": 3.0}, None, 1.0)
+        (column,) = [c for c in COLUMNS["ppo"] if c.label == "not_trained"]
+        assert column.text(metrics) == "3"
+
 
 class TestView:
     def view(self, terminal: bool) -> tuple[RunView, io.StringIO]:
@@ -206,7 +238,7 @@ class TestView:
         assert lines[1] == (
             "step 7/50  reward 0.500  loss -0.0123  grad_norm 0.250  "
             "sequence_tokens 9,600  tree_tokens 1,600  sharing 6.00  saving_% 80  "
-            "rollout_s 1.00  train_s 0.50  update_s 0.20  step_s 1.75"
+            "not_trained -  rollout_s 1.00  train_s 0.50  update_s 0.20  step_s 1.75"
         )
         assert lines[2] == "[/not markup]"
 
