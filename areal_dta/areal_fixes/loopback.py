@@ -33,6 +33,23 @@ LOOPBACK_ENV: Final = {
 }
 
 
+# What `requests` and httpx look for, which AReaL and agents use. A proxy cannot reach
+# another machine's loopback, and would answer in the place of our own servers.
+_NO_PROXY_VARIABLES: Final = ("no_proxy", "NO_PROXY")
+_NEVER_PROXIED: Final = ("127.0.0.1", "localhost", "::1")
+
+
+def bypass_proxies() -> None:
+    """Let this process and its children reach loopback without a proxy.
+
+    Environment variables may name a proxy for everything (`http_proxy`, `all_proxy`).
+    """
+    named = ",".join(os.environ.get(name, "") for name in _NO_PROXY_VARIABLES)
+    hosts = [host.strip() for host in named.split(",") if host.strip()]
+    value = ",".join(dict.fromkeys([*hosts, *_NEVER_PROXIED]))
+    os.environ.update(dict.fromkeys(_NO_PROXY_VARIABLES, value))
+
+
 def use_loopback() -> Callable[[], None]:
     """Make AReaL take the loopback address for the machine's, in this process.
 
@@ -106,6 +123,7 @@ def ray_on_loopback() -> Callable[[], None]:
 def main() -> None:
     from areal.infra.rpc import rpc_server
 
+    bypass_proxies()
     use_loopback()
     sys.argv[1:1] = ["--host", LOOPBACK]
     rpc_server.main()

@@ -24,6 +24,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 logger = logging.getLogger("Prompts")
 
 MAX_TRIES = 3
+#: Where an issued prompt names its draws: its id, and how often it was tried before.
+PROMPT_ID_KEY = "areal_dta_prompt_id"
 _FORMAT = "areal_dta.prompts/1"  # the keys of the state are part of it
 
 
@@ -34,7 +36,9 @@ class PromptLoader:
     as rollouts have room. Thread-safe.
     """
 
-    def __init__(self, loader: StatefulDataLoader) -> None:
+    def __init__(self, loader: StatefulDataLoader, add_ids: bool = False) -> None:
+        """Take over `loader`; with `add_ids`, prompts hold `PROMPT_ID_KEY`."""
+        self._add_ids = add_ids
         self.batch_size = loader.batch_size
         self._dataset, self._sampler = loader.dataset, loader.sampler
         self._steps_per_epoch = len(loader)
@@ -130,6 +134,8 @@ class PromptLoader:
             # A copy, so that no two prompts in flight are the same object.
             prompt = dict(self._dataset[self._dataset_index(prompt_id)])
         with self._lock:
+            if self._add_ids:
+                prompt[PROMPT_ID_KEY] = f"{prompt_id}/{self._tries[prompt_id]}"
             self._issued[id(prompt)] = prompt, prompt_id
         return prompt
 

@@ -172,6 +172,14 @@ class DTAGRPOConfig(JobFields, GRPOConfig):
             "enable_thinking": self.enable_thinking,
         }
 
+    def num_requests_in_flight(self) -> int:
+        """Maximum number of generation requests that run or wait at a time."""
+        rollout = self.rollout
+        prompts = rollout.max_concurrent_rollouts or rollout.consumer_batch_size
+        samples = max(self.gconfig.n_samples, self.eval_gconfig.n_samples)
+        # Training and evaluation have a limit each.
+        return prompts * samples * (2 if self.valid_dataset is not None else 1)
+
     def check(self) -> None:
         """Check a recipe's own settings, before anything starts.
 

@@ -16,9 +16,14 @@ _AT_LEAST_ONE = (
     "max_batch_size",
     "max_cached_tokens",
     "max_prefill_tokens",
-    "max_queued_requests",
     "num_threads",
 )
+#: Environment variable with the secret that servers and clients of a run share. It is
+#: in no option, because those are saved and are part of a server's command line.
+TOKEN_VARIABLE = "AREAL_DTA_ROLLOUT_TOKEN"
+_DEFAULT_QUEUE = 4096
+#: Open files of a server besides its connections.
+SPARE_FILES = 256
 _MIN_CONTEXT = 2  # one token of prompt and one of answer
 
 
@@ -31,14 +36,14 @@ class LocalServerConfig:
 
     #: Hugging Face checkpoint: a directory or a hub name.
     model_path: str = ""
-    #: Address to listen on. The protocol has no authentication, so anything but
-    #: loopback also needs `allow_remote`. `auto` is this machine's own address, for
-    #: runs over several machines.
+    #: Address to listen on; anything but loopback also needs `allow_remote`. `auto`
+    #: is this machine's own address, for runs over several machines.
     host: str = "127.0.0.1"
     #: Port to listen on; 0 lets the rollout worker find a free one.
     port: int = 0
-    #: Accept an address that other machines can reach. Whoever reaches it can
-    #: generate, and can load weights from this machine's disk.
+    #: Accept an address that other machines can reach. Whoever reaches it and reads
+    #: the run's token, which is sent in clear text, can generate, and can load
+    #: weights from this machine's disk.
     allow_remote: bool = False
     #: cpu, cuda, or auto (cuda where there is one).
     device: str = "auto"
@@ -54,8 +59,9 @@ class LocalServerConfig:
     max_cached_tokens: int = 262_144
     #: Maximum number of prompt tokens per prefill forward, padding included.
     max_prefill_tokens: int = 16_384
-    #: Maximum number of requests that wait; more are refused.
-    max_queued_requests: int = 4096
+    #: Maximum number of requests that wait; more are refused. None: what the run can
+    #: have in flight, and at least 4,096.
+    max_queued_requests: int | None = None
     #: Seed of the sampling.
     random_seed: int = 1
     #: CPU threads of the model (OMP_NUM_THREADS).
@@ -79,6 +85,10 @@ class LocalServerConfig:
         for name in _AT_LEAST_ONE:
             if (got := getattr(self, name)) < 1:
                 raise ValueError(f"{name}={got}; expected at least 1.")
+        if self.max_queued_requests is not None and self.max_queued_requests < 1:
+            raise ValueError(
+                f"max_queued_requests={self.max_queued_requests}; expected at least 1."
+            )
         if self.context_length is not None and self.context_length < _MIN_CONTEXT:
             raise ValueError(
                 f"context_length={self.context_length}; expected {_MIN_CONTEXT} or "
@@ -86,15 +96,19 @@ class LocalServerConfig:
             )
         if not 0 <= self.port <= 65535:
             raise ValueError(f"port={self.port}; expected 0 to 65535.")
-        if not self.allow_remote and not _is_loopback(self.host):
+        if not self.allow_remote and not is_loopback(self.host):
             raise ValueError(
                 f"host={self.host!r} can be reached from other machines, and the "
-                "rollout protocol has no authentication; use host=127.0.0.1, or set "
+                "rollout protocol is not encrypted; use host=127.0.0.1, or set "
                 "allow_remote=true on a network that you trust."
             )
 
+    def queue_limit(self, num_in_flight: int = 0) -> int:
+        """Return `max_queued_requests`, or what so many requests at once need."""
+        return self.max_queued_requests or max(_DEFAULT_QUEUE, num_in_flight)
 
-def _is_loopback(host: str) -> bool:
+
+def is_loopback(host: str) -> bool:
     """Return whether `host`, a name or an address, is this machine's alone."""
     if host == "localhost":
         return True

@@ -6,9 +6,10 @@ the same for all of them.
 """
 
 import asyncio
-import itertools
+import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from areal_dta.rollout_server.generation_thread import (
     QueueFullError,
     ThreadDeadError,
 )
-from areal_dta.rollout_server.http_rules import create_app
+from areal_dta.rollout_server.http_rules import Guard, create_app
 from areal_dta.rollout_server.sampling import RowSampling
 
 T = TypeVar("T")
@@ -41,6 +42,8 @@ T = TypeVar("T")
 CONTROL_TIMEOUT_SECONDS = 600.0
 #: SGLang takes smaller temperatures for greedy decoding, too.
 _GREEDY_BELOW = 1e-6
+#: Prompts that are remembered until the next weight update, to tell their draws apart.
+_MAX_OCCURRENCES = 65_536
 _MEMORY_TAGS = ("weights", "kv_cache")
 
 #: Endpoints AReaL's client knows and this server does not serve, with the remedy.
@@ -63,25 +66,28 @@ class RolloutApp:
     thread: GenerationThread
     context_length: int | None
     random_seed: int
+    guard: Guard = Guard()
 
     def __post_init__(self) -> None:
         self._vocab_size = weights.vocab_size(self.model)
         self._eos_token_ids = weights.eos_token_ids(self.model)
         self._device = self.model.device
-        self._request_counter = itertools.count()
+        # Requests without a draw key: how often each prompt came.
+        self._occurrences: Counter[str] = Counter()
         self._released: set[str] = set()
         self._weight_version = "0"
         self._num_updates = 0
 
     def build(self) -> FastAPI:
         app = create_app(
+            self.guard,
             {
                 # What only the model can tell of a request, and damaged checkpoints.
                 ValueError: 400,
                 QueueFullError: 503,
                 ThreadDeadError: 503,
                 GenerationError: 500,
-            }
+            },
         )
         for path, get in (
             ("/health", self.health),
@@ -129,7 +135,7 @@ class RolloutApp:
         }
 
     async def generate(self, body: protocol.GenerateRequest) -> Response:
-        task = self._resolve(body, next(self._request_counter))
+        task = self._resolve(body)
         answer = await asyncio.wrap_future(self.thread.submit(task))
         # Neither FastAPI's encoder, which is slow on long answers, nor Starlette's,
         # which refuses the NaN that a diverged model may report for a prompt.
@@ -150,6 +156,7 @@ class RolloutApp:
         def update() -> None:
             weights.update_weights(self.model, body.model_path)
             self._num_updates += 1
+            self._occurrences.clear()
             self._weight_version = body.weight_version or str(self._num_updates)
 
         await _control(self.thread.run_exclusively(update))
@@ -179,7 +186,7 @@ class RolloutApp:
         await _control(self.thread.resume_memory(resume))
         return {"status": "ok"}
 
-    def _resolve(self, body: protocol.GenerateRequest, index: int) -> GenerationTask:
+    def _resolve(self, body: protocol.GenerateRequest) -> GenerationTask:
         """Check a request against the model.
 
         Raises:
@@ -193,6 +200,11 @@ class RolloutApp:
                     f"input_ids: token {token} at position {position} is not in the "
                     f"vocabulary of the model, [0, {self._vocab_size})."
                 )
+        if params.num_drawn > len(prompt):
+            raise ValueError(
+                f"num_drawn={params.num_drawn} is more than the prompt's {len(prompt)} "
+                "tokens, of which those drawn are a part."
+            )
         total = len(prompt) + params.max_new_tokens
         if self.context_length is not None and total > self.context_length:
             raise ValueError(
@@ -214,7 +226,6 @@ class RolloutApp:
         stop_ids = self._eos_token_ids | set(params.stop_token_ids or ())
         if params.ignore_eos:
             stop_ids = frozenset()
-        seed = params.sampling_seed
         wants_prompt = body.return_logprob and body.logprob_start_len >= 0
         return GenerationTask(
             prompt=prompt,
@@ -227,9 +238,22 @@ class RolloutApp:
             min_new_tokens=params.min_new_tokens,
             stop_token_ids=frozenset(t for t in stop_ids if 0 <= t < self._vocab_size),
             stop_strings=tuple(params.stop),
-            seed=f"{self.random_seed}/{index}" if seed is None else f"request/{seed}",
+            seed=self._seed(params, prompt),
+            num_drawn=params.num_drawn,
             prompt_logprobs_from=body.logprob_start_len if wants_prompt else None,
         )
+
+    def _seed(self, params: protocol.SamplingParams, prompt: tuple[int, ...]) -> str:
+        if params.sampling_seed is not None:
+            return f"request/{params.sampling_seed}"
+        if params.draw_key is not None:
+            return f"{self.random_seed}/{params.draw_key}"
+        if len(self._occurrences) >= _MAX_OCCURRENCES:
+            self._occurrences.pop(next(iter(self._occurrences)))
+        digest = hashlib.blake2b(str(prompt).encode(), digest_size=16).hexdigest()
+        self._occurrences[digest] += 1
+        occurrence = self._occurrences[digest]
+        return f"{self.random_seed}/own/{self._num_updates}/{digest}/{occurrence}"
 
     def _render(self, body: protocol.GenerateRequest, answer: Answer) -> dict[str, Any]:
         assert answer.finish is not None
@@ -251,8 +275,13 @@ class RolloutApp:
         return {"output_ids": answer.tokens, "meta_info": meta}
 
 
-def build_app(config: LocalServerConfig) -> tuple[FastAPI, GenerationThread]:
+def build_app(
+    config: LocalServerConfig, token: str | None = None
+) -> tuple[FastAPI, GenerationThread]:
     """Load the model and start its generation thread.
+
+    Args:
+        token: secret that every POST must hold; None asks for none.
 
     Raises:
         ValueError: the model cannot be served; the message says why.
@@ -273,6 +302,8 @@ def build_app(config: LocalServerConfig) -> tuple[FastAPI, GenerationThread]:
                 f"tokens that {config.model_path} was made for."
             )
         limit = config.context_length
+    # Where nothing else bounds a request, it has to fit into the cache.
+    limit = config.max_cached_tokens if limit is None else limit
     generator = BatchGenerator(
         model,
         max_batch_size=config.max_batch_size,
@@ -280,7 +311,7 @@ def build_app(config: LocalServerConfig) -> tuple[FastAPI, GenerationThread]:
         max_prefill_tokens=config.max_prefill_tokens,
         load_decoder=lambda: weights.load_tokenizer(config.model_path),
     )
-    thread = GenerationThread(generator, config.max_queued_requests)
+    thread = GenerationThread(generator, config.queue_limit())
     app = RolloutApp(
         model=model,
         model_path=config.model_path,
@@ -288,6 +319,7 @@ def build_app(config: LocalServerConfig) -> tuple[FastAPI, GenerationThread]:
         thread=thread,
         context_length=limit,
         random_seed=config.random_seed,
+        guard=Guard(config.host, token),
     ).build()
     thread.start()
     return app, thread

@@ -1,8 +1,9 @@
-"""AReaL's side of the local rollout server: start, requests, health, end.
+"""AReaL's client of the local rollout server: start, requests, health, end.
 
 AReaL's `RolloutController` creates a `LocalEngine` in each rollout worker; the worker
 launches one server and is its only client. Everything AReaL does with SGLang (requests,
-interruption, weight updates from disk) goes on unchanged through `SGLangBackend`.
+interruption, weight updates from disk) goes through `SGLangBackend`; `LocalBackend`
+adds the draw key of an answer and the run's token to its requests.
 
 AReaL would serve on this machine's outward address. A worker and its server share a
 machine, so loopback suffices, even in runs over several machines. Only if
@@ -18,14 +19,22 @@ from typing import Any
 
 import ray
 import requests
-from areal.api import LocalInfServerInfo, ModelRequest, Scheduler
+from areal.api import (
+    LocalInfServerInfo,
+    ModelRequest,
+    RolloutWorkflow,
+    Scheduler,
+    WeightUpdateMeta,
+)
 from areal.api.cli_args import InferenceEngineConfig
-from areal.api.io_struct import HttpRequest
+from areal.api.io_struct import HttpRequest, WeightUpdateRequests
 from areal.engine.sglang_remote import RemoteSGLangEngine, SGLangBackend
 from areal.infra import RemoteInfEngine, RolloutController
+from areal.infra.remote_inf_engine import GroupedRolloutWorkflow
 from areal.utils.network import find_free_ports, format_hostport, gethostip
 
-from areal_dta.config.server_options import LocalServerConfig
+from areal_dta.config.server_options import TOKEN_VARIABLE, LocalServerConfig
+from areal_dta.rollout_server.draws import DrawKeys, KeyedGroup, KeyedSample
 from areal_dta.rollout_server.server import (
     EXIT_PORT_IN_USE,
     build_command,
@@ -37,6 +46,7 @@ _HEALTH_POLL_SECONDS = 0.2
 _HEALTH_TIMEOUT_SECONDS = 30.0
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]")
 _PROMPT_LENGTH_KEY = "areal_dta_prompt_length"
+_DRAW_KEY = "areal_dta_draw_key"
 
 
 class ServerExitedError(RuntimeError):
@@ -53,6 +63,9 @@ class ServerExitedError(RuntimeError):
 class LocalBackend(SGLangBackend):
     """Backend with SGLang's requests and this package's server process."""
 
+    def __init__(self) -> None:
+        self._draw_keys = DrawKeys()
+
     def build_generation_request(
         self, req: ModelRequest, with_lora: bool, version: int
     ) -> HttpRequest:
@@ -65,12 +78,38 @@ class LocalBackend(SGLangBackend):
         # AReaL leaves min_new_tokens out. After an interruption it sends the tokens so
         # far as a part of the prompt, so those have to be counted here (the client
         # works on a private copy of the request and of its metadata).
-        prompt_length = req.metadata.setdefault(_PROMPT_LENGTH_KEY, len(req.input_ids))
-        num_generated = len(req.input_ids) - prompt_length
-        request.payload["sampling_params"]["min_new_tokens"] = max(
-            0, req.gconfig.min_new_tokens - num_generated
-        )
-        return request
+        if _DRAW_KEY not in req.metadata:
+            req.metadata[_DRAW_KEY] = self._draw_keys.next(req.input_ids, version)
+            req.metadata[_PROMPT_LENGTH_KEY] = len(req.input_ids)
+        num_generated = len(req.input_ids) - req.metadata[_PROMPT_LENGTH_KEY]
+        request.payload["sampling_params"] |= {
+            "min_new_tokens": max(0, req.gconfig.min_new_tokens - num_generated),
+            "draw_key": req.metadata[_DRAW_KEY],
+            "num_drawn": num_generated,
+        }
+        return _with_token(request)
+
+    def build_score_request(self, *args: Any, **kwargs: Any) -> HttpRequest:
+        return _with_token(super().build_score_request(*args, **kwargs))
+
+    def build_disk_weight_update_requests(
+        self, meta: WeightUpdateMeta
+    ) -> WeightUpdateRequests:
+        update = super().build_disk_weight_update_requests(meta)
+        update.requests = [_with_token(request) for request in update.requests]
+        return update
+
+    def get_pause_request(self) -> HttpRequest:
+        return _with_token(super().get_pause_request())
+
+    def get_resume_request(self) -> HttpRequest:
+        return _with_token(super().get_resume_request())
+
+    def get_offload_request(self) -> HttpRequest:
+        return _with_token(super().get_offload_request())
+
+    def get_onload_request(self, tags: list[str] | None = None) -> HttpRequest:
+        return _with_token(super().get_onload_request(tags))
 
     def launch_server(self, server_args: dict[str, Any]) -> subprocess.Popen[bytes]:
         """Start the server process; it ends with this one.
@@ -90,8 +129,31 @@ class LocalBackend(SGLangBackend):
         )
 
 
+def _with_token(request: HttpRequest) -> HttpRequest:
+    # In the body: AReaL's client sends no headers of ours, and logs addresses.
+    if token := os.environ.get(TOKEN_VARIABLE):
+        request.payload["token"] = token
+    return request
+
+
 class LocalInfEngine(RemoteInfEngine):
     """AReaL's client, with a server address of our choice and watched start-up."""
+
+    def _resolve_workflow(
+        self,
+        workflow: Any,
+        workflow_kwargs: dict[str, Any] | None = None,
+        group_size: int = 1,
+        proxy_addr: str | None = None,
+    ) -> RolloutWorkflow:
+        """Resolve as AReaL does, with draw keys for a prompt and for its samples."""
+        resolved = super()._resolve_workflow(
+            workflow, workflow_kwargs, group_size=1, proxy_addr=proxy_addr
+        )
+        group: RolloutWorkflow = KeyedSample(resolved)
+        if group_size > 1:
+            group = GroupedRolloutWorkflow(group, group_size, self.logger)
+        return KeyedGroup(group)
 
     def launch_server(self, server_args: dict[str, Any]) -> LocalInfServerInfo:
         """Start a server on this machine and wait until it serves.

@@ -51,6 +51,8 @@ class GenerationTask:
     stop_token_ids: frozenset[int]
     stop_strings: tuple[str, ...]
     seed: int | str
+    #: How many numbers of that seed's stream earlier parts of the answer have used.
+    num_drawn: int = 0
     #: Also return the logprobs of the prompt's tokens after this position.
     prompt_logprobs_from: int | None = None
 
@@ -70,6 +72,8 @@ class Answer:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.task.seed)
+        for _ in range(self.task.num_drawn):
+            self.rng.random()
 
     @property
     def newest_token(self) -> int:

@@ -6,7 +6,9 @@ AReaL's client logs the reason of a failed request, but not its body.
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import h11
@@ -18,6 +20,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Message
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from areal_dta.config.server_options import TOKEN_VARIABLE, is_loopback
 from areal_dta.rollout_server.protocol import describe_errors
 
 logger = logging.getLogger(__name__)
@@ -28,14 +31,54 @@ _MAX_REASON_CHARS = 300
 _REASON_HEADER = "x-reason"
 
 
-def create_app(statuses: Mapping[type[Exception], int]) -> FastAPI:
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Who may use the server: `Host` of its own address, and the run's secret."""
+
+    host: str = "127.0.0.1"
+    token: str | None = None
+
+    def check_host(self, request: Request) -> None:
+        """Refuse names of others, which a web page may point at this machine."""
+        got = request.url.hostname or ""
+        # Beyond loopback, the server does not know its names, and has a token.
+        if got != self.host and is_loopback(self.host) and not is_loopback(got):
+            raise HTTPException(
+                421, f"host {got!r:.100} is not this server; use its address."
+            )
+
+    async def check_token(self, request: Request) -> None:
+        """Compare the body's `token`, or the header `Authorization: Bearer`."""
+        if self.token is None:
+            return
+        got = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not got:
+            try:
+                body = await request.json()  # kept for the handler
+                got = body.get("token") if isinstance(body, dict) else None
+            except (ValueError, RecursionError):  # not even text, or not JSON
+                got = None
+        expected = self.token.encode()
+        if not isinstance(got, str) or not secrets.compare_digest(
+            got.encode(errors="replace"), expected
+        ):
+            raise HTTPException(
+                401,
+                f"no token, or a wrong one; send the server's {TOKEN_VARIABLE} as "
+                "`token` in the body.",
+            )
+
+
+def create_app(guard: Guard, statuses: Mapping[type[Exception], int]) -> FastAPI:
     """Create an application without endpoints.
 
     Args:
+        guard: checks every request to an endpoint.
         statuses: status that answers an error which an endpoint raises.
     """
     app = FastAPI(openapi_url=None)  # nobody browses it
     app.router.route_class = _Route
+    app.state.guard = guard
 
     async def refuse_invalid(
         request: Request, error: RequestValidationError
@@ -77,10 +120,13 @@ class _Route(APIRoute):
         handle = super().get_route_handler()
 
         async def handle_until_disconnect(request: Request) -> Response:
+            guard: Guard = request.app.state.guard
+            guard.check_host(request)
             if request.method == "POST":
                 request = _limit_body(request)
                 _check_content_type(request)
                 await request.body()  # kept for the handler; then only the end comes
+                await guard.check_token(request)
             handling = asyncio.ensure_future(handle(request))
             hanging_up = asyncio.ensure_future(_wait_for_disconnect(request))
             try:

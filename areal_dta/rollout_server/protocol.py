@@ -22,12 +22,19 @@ from pydantic import (
 #: SGLang's default where the request does not say.
 DEFAULT_MAX_NEW_TOKENS = 128
 _MAX_PROBLEMS = 8
+# Stop strings are looked for after every token.
+_MAX_STOPS = 1024
+_MAX_STOP_CHARS = 1024
+_MAX_KEY_CHARS = 256
 
 
 class Request(BaseModel):
     """Body of a request without options, and the base of the others."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    #: Shared secret of the run, already checked; AReaL's client cannot send headers.
+    token: str | None = Field(default=None, repr=False)
 
 
 def _unsupported(*neutral: Any) -> BeforeValidator:
@@ -64,13 +71,19 @@ class SamplingParams(Request):
     top_k: Annotated[int, AfterValidator(_check_top_k)] = -1
     max_new_tokens: int = Field(default=DEFAULT_MAX_NEW_TOKENS, ge=1)
     min_new_tokens: int = Field(default=0, ge=0)
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[int] | None = Field(default=None, max_length=_MAX_STOPS)
     #: An empty string would stop every answer.
     stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]], BeforeValidator(_list_stops)
+        list[Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]],
+        BeforeValidator(_list_stops),
+        Field(max_length=_MAX_STOPS),
     ] = []
     ignore_eos: bool = False
     sampling_seed: int | None = None
+    #: Ours: names the random stream of the answer, see draws.py.
+    draw_key: str | None = Field(default=None, min_length=1, max_length=_MAX_KEY_CHARS)
+    #: Ours: tokens of the answer that were drawn before an interruption.
+    num_drawn: int = Field(default=0, ge=0)
     #: Only text would show it, and this server returns token ids.
     skip_special_tokens: bool = True
 

@@ -11,6 +11,7 @@ import errno
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -24,7 +25,12 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from pydantic import TypeAdapter, ValidationError
 
-from areal_dta.config.server_options import LocalServerConfig
+from areal_dta.config.server_options import (
+    SPARE_FILES,
+    TOKEN_VARIABLE,
+    LocalServerConfig,
+    is_loopback,
+)
 from areal_dta.rollout_server.http_rules import ReasonProtocol
 from areal_dta.rollout_server.protocol import describe_errors
 
@@ -112,6 +118,15 @@ def open_socket(host: str, port: int) -> socket.socket:
     return sock
 
 
+def _raise_file_limit(num_connections: int) -> None:
+    """Let the process hold that many connections, as far as the system permits."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = num_connections + SPARE_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        new = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new, hard))
+
+
 class _Server(uvicorn.Server):
     """Server that ends the generation first, so that waiting requests are answered."""
 
@@ -124,7 +139,7 @@ class _Server(uvicorn.Server):
                 lifespan="off",
                 log_config=None,
                 access_log=False,
-                backlog=1024,
+                backlog=4096,
                 timeout_graceful_shutdown=_HTTP_STOP_SECONDS,
             )
         )
@@ -174,6 +189,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse_options(args.options)
         config.validate()
+        token = os.environ.pop(TOKEN_VARIABLE, None) or None
+        if token is None and not is_loopback(config.host):
+            raise ValueError(
+                f"host={config.host!r} can be reached from other machines; set "
+                f"{TOKEN_VARIABLE} to a secret that the clients know."
+            )
     except ValueError as error:
         print(error, file=sys.stderr)
         return EXIT_BAD_CONFIG
@@ -186,7 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Takes seconds, so what can be wrong without it has been checked before.
         from areal_dta.rollout_server.app import build_app
 
-        app, thread = build_app(config)
+        _raise_file_limit(config.queue_limit())
+        app, thread = build_app(config, token)
         return asyncio.run(serve(app, thread, sock))
     except KeyboardInterrupt:  # while loading; later on SIGINT ends `serve`
         return 128 + signal.SIGINT

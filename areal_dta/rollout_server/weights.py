@@ -12,10 +12,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+)
+
+from areal_dta.executor.model_support import (
+    UnsupportedModelError,
+    check_model_supported,
+)
 
 #: Layers whose cache is plain keys and values, so that rows can be moved around.
 _SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+#: Entries of a configuration that change results, and no weight's shape.
+_FUNCTION_KEYS = (
+    "model_type",
+    "hidden_act",
+    "layer_types",
+    "num_attention_heads",
+    "num_experts_per_tok",
+    "rms_norm_eps",
+    "rope_parameters",
+    "sliding_window",
+)
 _MAX_NAMES = 4
 
 
@@ -128,6 +149,7 @@ def update_weights(model: PreTrainedModel, model_path: str) -> None:
             "weights only. Set actor.use_lora=false or rollout.backend=sglang."
         )
     try:
+        _check_same_function(model, path)
         loaded: Any = type(model).from_pretrained(
             path,
             config=copy.deepcopy(model.config),
@@ -137,14 +159,18 @@ def update_weights(model: PreTrainedModel, model_path: str) -> None:
             ignore_mismatched_sizes=True,  # listed below, with everything else
             output_loading_info=True,
         )
+    except CheckpointError:
+        raise
     except Exception as error:  # truncated or foreign files raise what they like
         raise CheckpointError(f"cannot read {model_path!r}: {error}") from error
     new, info = loaded
     _check_complete(model_path, info)
     state = new.state_dict()
     _check_finite(model_path, state)
+    targets = model.state_dict()
+    _check_aliases(model_path, state, targets)
     with torch.no_grad():
-        for name, target in model.state_dict().items():
+        for name, target in targets.items():
             target.copy_(state[name])
 
 
@@ -179,7 +205,51 @@ def _check_finite(model_path: str, state: Mapping[str, torch.Tensor]) -> None:
         )
 
 
+def _check_aliases(
+    model_path: str,
+    state: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
+) -> None:
+    """Refuse different weights for names that are one tensor in the model (tied)."""
+    first_name: dict[int, str] = {}
+    for name, target in targets.items():
+        first = first_name.setdefault(target.data_ptr(), name)
+        if target.numel() and not torch.equal(state[first], state[name]):
+            raise CheckpointError(
+                f"{model_path!r} holds different weights for {first} and {name}, which "
+                "are tied in the model that is being served; save the checkpoint with "
+                "tied weights, or serve a model with tie_word_embeddings=false."
+            )
+
+
+def _check_same_function(model: PreTrainedModel, path: Path) -> None:
+    """Refuse a checkpoint whose configuration computes something else."""
+    if not (path / "config.json").exists():
+        return
+    new = AutoConfig.from_pretrained(
+        path, trust_remote_code=False, local_files_only=True
+    )
+    served = model.config.get_text_config()
+    for key in _FUNCTION_KEYS:
+        got, expected = (
+            getattr(config, key, None) for config in (new.get_text_config(), served)
+        )
+        if got != expected:
+            raise CheckpointError(
+                f"{str(path)!r} has {key}={got!r:.200}, the model that is being served "
+                f"{expected!r:.200}; restart the server for another model."
+            )
+
+
 def _check_supported(model: PreTrainedModel) -> None:
+    # What the trainer refuses, because a token's numbers would depend on its
+    # neighbours, would depend on the batch here.
+    try:
+        check_model_supported(model, training=False)
+    except UnsupportedModelError as error:
+        raise CheckpointError(
+            f"{error} (a server that batches requests has the same limits)"
+        ) from error
     name = type(model).__name__
     config = model.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or ())

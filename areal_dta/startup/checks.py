@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shlex
 from importlib.util import find_spec
 
@@ -23,6 +24,7 @@ from areal_dta.config.composed import (
 )
 from areal_dta.config.resolved import ResolvedRun, Section
 from areal_dta.config.schema import DTAConfig, DTAGRPOConfig, load_object
+from areal_dta.config.server_options import SPARE_FILES
 from areal_dta.engine import PAIR_KINDS, VALUE_KINDS, engine_class
 from areal_dta.engine.model_checks import check_actor_config
 from areal_dta.startup.compose import detect_hardware, num_gpus
@@ -159,6 +161,28 @@ def check_embedded_server(config: DTAGRPOConfig) -> None:
         config.local.validate()
     except ValueError as e:
         raise ConfigError(f"local: {one_line(e)}") from e
+    _check_queue(config)
+
+
+def _check_queue(config: DTAGRPOConfig) -> None:
+    """Compare what the run can have in flight with what a server can hold."""
+    needed = config.num_requests_in_flight()
+    what = (
+        f"{needed} requests can be in flight (rollout.max_concurrent_rollouts or "
+        "consumer_batch_size, times the larger n_samples)"
+    )
+    if config.local.queue_limit(needed) < needed:
+        raise ConfigError(
+            f"{what}, but local.max_queued_requests="
+            f"{config.local.max_queued_requests}; leave it out, or lower "
+            "rollout.max_concurrent_rollouts"
+        )
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and needed + SPARE_FILES > limit:
+        raise ConfigError(
+            f"{what}, but a process may have only {limit} files and connections open; "
+            "raise the limit (ulimit -Hn), or lower rollout.max_concurrent_rollouts"
+        )
 
 
 def check_group_norms(config: DTAGRPOConfig) -> None:

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import os
+import secrets
 import signal
 import sys
 import threading
@@ -16,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from areal_dta.areal_fixes.loopback import bypass_proxies
 from areal_dta.config.composed import ConfigError, first_line, shorten
+from areal_dta.config.server_options import TOKEN_VARIABLE
 from areal_dta.report.step_metrics import MetricsWriter, StepMetrics
 from areal_dta.startup.prepare import PreparedRun, prepare
 
@@ -126,6 +129,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--event-fd", type=int, required=True)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args(argv)
+    # Workers, rollout servers and agents inherit both.
+    bypass_proxies()
+    os.environ.setdefault(TOKEN_VARIABLE, secrets.token_hex(16))
     events = EventWriter(args.event_fd)
 
     def stop(signum: int, frame: Any) -> None:

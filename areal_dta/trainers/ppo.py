@@ -6,6 +6,7 @@ that AReaL does not know, and has rollouts collected as they arrive, and planned
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -41,6 +42,7 @@ from areal_dta.collector.prompt_loader import PromptLoader
 from areal_dta.collector.rejections import RejectionWatch
 from areal_dta.config.resolved import ResolvedRun
 from areal_dta.config.schema import DTAGRPOConfig, DTAPPOActorConfig, DTAPPOCriticConfig
+from areal_dta.config.server_options import TOKEN_VARIABLE
 from areal_dta.report.logprob_gap import logprob_gap
 from areal_dta.schedule import FlopModel
 from areal_dta.trainers.watched import WatchedTrainer
@@ -190,7 +192,18 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
                 type=SchedulingStrategyType.colocation, target="rollout"
             )
             kwargs = {"role": "eval-rollout", "server_infos": self.rollout.server_infos}
-        controller.initialize(server_args=asdict(self.config.local), **kwargs)
+        if token := os.environ.get(TOKEN_VARIABLE):
+            for spec in config.scheduling_spec:
+                # A local worker inherits it; as an argument, other users could read it.
+                if self.config.scheduler.type != "local":
+                    spec.env_vars[TOKEN_VARIABLE] = token
+        options = self.config.local
+        in_flight = self.config.num_requests_in_flight()
+        server_args = {
+            **asdict(options),
+            "max_queued_requests": options.queue_limit(in_flight),
+        }
+        controller.initialize(server_args=server_args, **kwargs)
         return controller
 
     def _create_dataloader(
@@ -204,7 +217,8 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
             and isinstance(dataset_config, TrainDatasetConfig)
             and not isinstance(dataset, RDataset)
         ):
-            return PromptLoader(loader)
+            # Only the embedded server's client takes the ids out of the data again.
+            return PromptLoader(loader, add_ids=self.config.rollout.engine == "local")
         return loader
 
     def _start_collecting(self, rollout: RolloutController) -> None:

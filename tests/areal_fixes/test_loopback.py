@@ -5,9 +5,13 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 
+import pytest
+import requests
+
 from areal_dta.areal_fixes.loopback import (
     LOOPBACK,
     LOOPBACK_ENV,
+    bypass_proxies,
     ray_on_loopback,
     use_loopback,
     workers_on_loopback,
@@ -52,3 +56,19 @@ def test_ray_sees_it_until_it_is_undone() -> None:
     finally:
         undo()
     assert (ray_constants.ENABLE_RAY_CLUSTER, dict(os.environ)) == before
+
+
+def test_loopback_is_reached_past_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+        monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "intranet.example")
+    monkeypatch.setenv("NO_PROXY", "")
+    bypass_proxies()
+    for host in ("127.0.0.1", "localhost", "[::1]", "intranet.example"):
+        url = f"http://{host}:1234/health"
+        assert not requests.utils.get_environ_proxies(url), host
+    assert requests.utils.get_environ_proxies("http://example.org")
+    before = os.environ["NO_PROXY"]
+    bypass_proxies()
+    assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == before

@@ -11,12 +11,13 @@ from areal_dta.rollout_server import server as server_module
 from areal_dta.rollout_server.app import RolloutApp
 from areal_dta.rollout_server.generation import BatchGenerator
 from areal_dta.rollout_server.generation_thread import GenerationThread
+from areal_dta.rollout_server.http_rules import Guard
 from areal_dta.rollout_server.server import EXIT_GENERATION_DIED, open_socket, serve
 from tests.rollout_server.builders import make_generator
 
 BODY = {"input_ids": [3], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
 TIMEOUT = 60.0
-URL = "http://test"
+URL = "http://localhost"
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def generator(model) -> BatchGenerator:
     return make_generator(model)
 
 
-def make_app(model, generator: BatchGenerator, max_queued: int = 2):
+def make_app(model, generator: BatchGenerator, max_queued: int = 2, **options):
     thread = GenerationThread(generator, max_queued)
     app = RolloutApp(
         model=model,
@@ -33,6 +34,7 @@ def make_app(model, generator: BatchGenerator, max_queued: int = 2):
         thread=thread,
         context_length=64,
         random_seed=1,
+        **options,
     )
     thread.start()
     return app.build(), thread
@@ -163,3 +165,69 @@ def test_a_dead_generation_thread_ends_the_server(
             return await ending
 
     assert asyncio.run(main()) == EXIT_GENERATION_DIED
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("evil.example", 421),
+        ("127.0.0.1.evil.example:80", 421),
+        ("93.184.216.34", 421),
+        ("127.0.0.1:9", 200),
+        ("localhost", 200),
+        ("[::1]:9", 200),
+    ],
+)
+def test_names_of_others_are_refused(model, generator, host: str, status: int) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        headers = {"Host": host}
+        assert (await client.get("/health", headers=headers)).status_code == status
+        reply = await client.post("/generate", json=BODY, headers=headers)
+        assert reply.status_code == status
+
+    run_client(*make_app(model, generator), scenario)
+
+
+def test_a_token_is_asked_for(model, generator) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        async def status(body, **headers: str) -> int:
+            reply = await client.post("/generate", json=body, headers=headers)
+            assert "s3cret" not in reply.text
+            return reply.status_code
+
+        assert await status(BODY) == 401
+        assert await status({**BODY, "token": "s3cre"}) == 401
+        assert await status({**BODY, "token": 5}) == 401
+        assert await status([BODY]) == 401
+        assert await status(BODY, authorization="Bearer other") == 401
+        assert await status({**BODY, "token": "s3cret"}) == 200
+        assert await status(BODY, authorization="Bearer s3cret") == 200
+        assert (await client.post("/pause_generation", json={})).status_code == 401
+        assert (await client.get("/health")).status_code == 200
+
+    guard = Guard(token="s3cret")
+    run_client(*make_app(model, generator, guard=guard), scenario)
+
+
+def test_draws_follow_from_seed_prompt_and_sample(model) -> None:
+    """Whichever server answers, in whatever order."""
+
+    def answers(prompts, **params):
+        replies = []
+
+        async def scenario(client: httpx.AsyncClient) -> None:
+            sampling = {"max_new_tokens": 12, "ignore_eos": True, **params}
+            for prompt in prompts:
+                body = {"input_ids": prompt, "sampling_params": sampling}
+                reply = await client.post("/generate", json=body)
+                replies.append((tuple(prompt), tuple(reply.json()["output_ids"])))
+
+        run_client(*make_app(model, make_generator(model)), scenario)
+        return replies
+
+    first = answers([[3], [3], [5]])
+    assert len({tokens for _, tokens in first}) == 3
+    assert sorted(answers([[5], [3], [3]])) == sorted(first)
+    keyed = answers([[3], [3]], draw_key="prompt/1/0/0")
+    assert keyed[0] == keyed[1] != first[0]
+    assert answers([[3]], draw_key="prompt/1/0/1") != keyed[:1]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from areal.api import ModelRequest, WeightUpdateMeta
@@ -20,7 +21,7 @@ from areal.api.cli_args import (
 from areal.infra import RolloutController
 from areal.utils import name_resolve, names
 
-from areal_dta.config.server_options import LocalServerConfig
+from areal_dta.config.server_options import TOKEN_VARIABLE, LocalServerConfig
 from areal_dta.rollout_server.areal_backend import (
     LocalBackend,
     LocalEngine,
@@ -57,13 +58,16 @@ def engine_config(**options) -> InferenceEngineConfig:
 @pytest.fixture(scope="module")
 def engine(model_path: Path) -> Iterator[LocalEngine]:
     engine = LocalEngine(engine_config())
-    info = engine.launch_server(asdict(LocalServerConfig(model_path=str(model_path))))
-    try:
-        assert info.host == "127.0.0.1"
-        engine.initialize(train_data_parallel_size=1)
-        yield engine
-    finally:
-        engine.destroy()
+    args = asdict(LocalServerConfig(model_path=str(model_path)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(TOKEN_VARIABLE, "s3cret")
+        info = engine.launch_server(args)
+        try:
+            assert info.host == "127.0.0.1"
+            engine.initialize(train_data_parallel_size=1)
+            yield engine
+        finally:
+            engine.destroy()
     assert is_gone(info.process.pid)
 
 
@@ -229,6 +233,19 @@ def test_health_checks_ignore_proxies(
     monkeypatch.delenv("no_proxy", raising=False)
     assert engine._engine.check_health(launched.url)
     assert not engine._engine.check_health(f"http://127.0.0.1:{free_port()}")
+
+
+def test_requests_need_the_runs_token(engine: LocalEngine, launched) -> None:
+    assert launched.generate([3], max_new_tokens=1).status_code == 401
+    command = " ".join(psutil.Process(launched.process.pid).cmdline())
+    assert "s3cret" not in command
+
+
+def test_requests_ignore_proxies(engine: LocalEngine, monkeypatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    response = generate(engine, [3], max_new_tokens=2, ignore_eos=True)
+    assert len(response.output_tokens) == 2
 
 
 def test_wrong_options_start_nothing(model_path: Path) -> None:

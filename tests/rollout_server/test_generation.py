@@ -173,6 +173,43 @@ def first_answer(model, task: GenerationTask, **kwargs) -> Answer:
     return run_all(make_generator(model, **kwargs), [task])[0]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["qwen3", "mistral"])
+def test_neighbours_change_nothing(name: str, temperature: float) -> None:
+    model = model_for_generation(name)
+    task = make_task([4, 8, 15], 20, temperature=temperature, seed="fixed")
+    (alone,) = run_all(make_generator(model), [task])
+    long = make_task([i % VOCAB_SIZE for i in range(300)], 30)
+    short = make_task([7], 3)
+    for neighbours in ([long], [short], [long, short, short, long]):
+        answer = run_all(make_generator(model), [*neighbours, task])[-1]
+        assert answer.tokens == alone.tokens
+        assert max_difference(answer.logprobs, alone.logprobs) < TOLERANCE
+
+
+def test_an_answer_in_parts_draws_the_same_tokens(model) -> None:
+    (whole,) = run_all(make_generator(model), [make_task([4, 8], 20, seed="key")])
+    (first,) = run_all(make_generator(model), [make_task([4, 8], 7, seed="key")])
+    prompt = [4, 8, *first.tokens]
+    (rest,) = run_all(
+        make_generator(model), [make_task(prompt, 13, seed="key", num_drawn=7)]
+    )
+    assert first.tokens + rest.tokens == whole.tokens
+
+
+def test_one_at_a_time_is_equal_to_the_last_bit(model) -> None:
+    """What `max_batch_size=1` is for: no arrival order changes a logprob."""
+    rng = random.Random(0)
+    tasks = [make_task(random_prompt(rng), 10, seed=i) for i in range(6)]
+
+    def run(order: list[int]) -> dict[int, tuple[list[int], list[float]]]:
+        generator = make_generator(model, max_batch_size=1)
+        answers = {i: run_all(generator, [tasks[i]])[0] for i in order}
+        return {i: (a.tokens, a.logprobs) for i, a in answers.items()}
+
+    assert run([0, 1, 2, 3, 4, 5]) == run([5, 2, 4, 0, 3, 1])
+
+
 def test_stop_token_ends_the_answer_and_stays_in_it(model) -> None:
     free = first_answer(model, make_task([4, 8, 15], 30))
     stop = free.tokens[10]

@@ -197,3 +197,64 @@ def test_update_over_http(
     finally:
         assert update(model_path).status_code == 200
     assert draw()[1] == old
+
+
+def test_tied_weights_that_differ_in_the_file_are_refused(tmp_path: Path) -> None:
+    model = model_for_generation("qwen3-tied")
+    model.save_pretrained(tmp_path / "good")
+    shutil.copytree(tmp_path / "good", tmp_path / "bad")
+    file = tmp_path / "bad" / "model.safetensors"
+    state = load_file(file)
+    embedding = state["model.embed_tokens.weight"]
+    noise = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(0))
+    state["lm_head.weight"] = embedding + 0.02 * noise
+    save_file(state, file, metadata={"format": "pt"})
+
+    served = load(tmp_path / "good")
+    before = snapshot(served)
+    with pytest.raises(CheckpointError, match="embed_tokens.weight and lm_head.weight"):
+        weights.update_weights(served, str(tmp_path / "bad"))
+    assert equals(served, before)
+    # The same weight twice is no contradiction.
+    state["lm_head.weight"] = embedding.clone()
+    save_file(state, file, metadata={"format": "pt"})
+    weights.update_weights(served, str(tmp_path / "bad"))
+    assert equals(served, before)
+
+
+def test_a_tied_checkpoint_that_differs_is_served_as_stored(tmp_path: Path) -> None:
+    model_for_generation("qwen3-tied").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    state = load_file(file)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"] * 1.5
+    save_file(state, file, metadata={"format": "pt"})
+    assert torch.equal(load(tmp_path).lm_head.weight, state["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+)
+def test_what_depends_on_the_neighbours_is_refused(rope: dict, tmp_path: Path) -> None:
+    name = "phi3" if rope["rope_type"] == "longrope" else "llama"
+    odd = model_for_generation(name, rope_parameters=rope)
+    odd.save_pretrained(tmp_path / "odd")
+    with pytest.raises(CheckpointError, match=f"rope_type='{rope['rope_type']}'"):
+        load(tmp_path / "odd")
+    # The same weights, with a configuration that came later.
+    plain = model_for_generation(name)
+    plain.save_pretrained(tmp_path / "plain")
+    served = load(tmp_path / "plain")
+    before = snapshot(served)
+    with pytest.raises(CheckpointError, match="rope_parameters"):
+        weights.update_weights(served, str(tmp_path / "odd"))
+    assert equals(served, before)

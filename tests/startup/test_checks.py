@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,12 @@ from areal_dta.config.composed import Composed, ConfigError
 from areal_dta.config.resolved import ResolvedRun, resolve
 from areal_dta.config.schema import load_object, to_structured
 from areal_dta.startup import checks
-from areal_dta.startup.checks import check_run, gpu_note, num_steps
+from areal_dta.startup.checks import (
+    check_embedded_server,
+    check_run,
+    gpu_note,
+    num_steps,
+)
 from areal_dta.startup.compose import (
     compose,
     detect_hardware,
@@ -238,3 +244,24 @@ def test_load_object_fails_in_one_line(path: str) -> None:
     with pytest.raises(ConfigError, match="^key=.* cannot be imported") as error:
         load_object(path, "key")
     assert "\n" not in str(error.value)
+
+
+def test_queue_follows_from_the_configuration(monkeypatch, no_gpu) -> None:
+    many = [
+        "train_dataset.batch_size=256",
+        "gconfig.n_samples=32",
+        "rollout.max_concurrent_rollouts=256",
+    ]
+    run, _ = load(*many)
+    needed = run.config.num_requests_in_flight()
+    assert needed >= 8192
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1_000_000))
+    assert run.config.local.queue_limit(needed) == needed
+    check_embedded_server(run.config)
+    run.config.local.max_queued_requests = 4096
+    with pytest.raises(ConfigError, match="max_queued_requests=4096"):
+        check_embedded_server(run.config)
+    run.config.local.max_queued_requests = None
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 4096))
+    with pytest.raises(ConfigError, match="only 4096 files"):
+        check_embedded_server(run.config)
