@@ -26,7 +26,11 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from areal_dta.collector.collector import Collector
 from areal_dta.collector.hook import CollectorHook
 from areal_dta.collector.planner import BatchPlanner
-from areal_dta.collector.prompt_loader import MAX_TRIES, PromptLoader
+from areal_dta.collector.prompt_loader import (
+    MAX_TRIES,
+    PROMPT_ID_KEY,
+    PromptLoader,
+)
 from areal_dta.collector.rejections import RejectionWatch, TooManyRejected
 from areal_dta.collector.remote_tensors import FetchMeter, fetch
 from tests.engine.dispatch_scenarios import make_items
@@ -88,14 +92,30 @@ class Workers:
         return item
 
 
-def prompt_loader(num=12, batch_size=BATCH, shuffle=False):
+def prompt_loader(num=12, batch_size=BATCH, shuffle=False, **options):
     data = [{"index": i} for i in range(num)]
     sampler = DistributedSampler(data, 1, 0, shuffle=shuffle, drop_last=True)
     return PromptLoader(
         StatefulDataLoader(
             data, batch_size, sampler=sampler, drop_last=True, collate_fn=lambda x: x
-        )
+        ),
+        **options,
     )
+
+
+def test_issued_prompts_name_their_id_and_try():
+    """The embedded server's draws follow from them."""
+    loader = prompt_loader(add_ids=True)
+    (first,) = next(iter(loader))
+    assert first == {"index": 0, PROMPT_ID_KEY: "0/0"}
+    loader.issue_again(first)
+    (again,), (second,) = next(iter(loader)), next(iter(loader))
+    assert [again[PROMPT_ID_KEY], second[PROMPT_ID_KEY]] == ["0/1", "1/0"]
+    resumed = prompt_loader(add_ids=True)
+    resumed.load_state_dict(loader.state_dict())
+    issued = [next(iter(resumed))[0][PROMPT_ID_KEY] for _ in range(3)]
+    assert issued == ["0/0", "1/0", "2/0"]
+    assert PROMPT_ID_KEY not in next(iter(prompt_loader()))[0]
 
 
 class Rollout:
