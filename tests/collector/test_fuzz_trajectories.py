@@ -6,10 +6,11 @@ it must agree with the collector, and nothing but `Rejected` may be raised.
 """
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given, seed, settings
 from hypothesis import strategies as st
 
 from areal_dta.collector.collector import Collector
@@ -17,6 +18,17 @@ from areal_dta.collector.rejections import REASONS, Rejected
 from areal_dta.tree import PrefixTree
 
 VOCAB, LONGEST, VERSION = 20, 12, 3
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet():
+    """Thousands of lines otherwise."""
+    with pytest.MonkeyPatch.context() as patch:
+        silent = SimpleNamespace(warning=lambda message: None)
+        patch.setattr("areal_dta.collector.collector.logger", silent)
+        yield
+
+
 _KEYS = (
     "input_ids",
     "attention_mask",
@@ -224,10 +236,15 @@ def test_damaged_trajectories(item, changes):
 
 
 @pytest.mark.slow
-@given(valid(), STEPS)
-@settings(_settings, max_examples=10_000)
-def test_ten_thousand_damaged_trajectories(item, changes):
-    check(item, changes)
+@pytest.mark.parametrize("part", range(10))
+def test_ten_thousand_damaged_trajectories(part):
+    @seed(part)
+    @given(valid(), STEPS)
+    @settings(_settings, max_examples=1000, database=None)
+    def of_part(item, changes):
+        check(item, changes)
+
+    of_part()
 
 
 _ANYTHING = st.recursive(
