@@ -25,7 +25,7 @@ gradients equal those of one rank on all rows; at most two layers are gathered a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -129,9 +129,17 @@ class LayerwiseGather:
         with self._inside():
             yield
 
-    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def backward(
+        self,
+        roots: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
         self._wait_for(BACKWARD)
-        self._backward(roots, grads)
+        self._backward(roots, grads, inputs)
+
+    def together(self) -> AbstractContextManager[None]:
+        return self._inside()
 
     def _wait_for(self, kind: str) -> None:
         rank = dist.get_rank(self._group)
@@ -153,16 +161,26 @@ class LayerwiseGather:
         with self._inside():
             return self._idle_call()
 
-    def _backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def _backward(
+        self,
+        roots: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
         is_idle = not roots
         if is_idle:
             roots = self._idle_roots
             grads = [torch.zeros_like(root) for root in roots]
+        if not roots:  # nothing is trainable, on any rank
+            return
         with self._inside():
             for module in self._outermost:
                 module.unshard()
-                self._fill_gradients(module)
-            torch.autograd.backward(roots, grads, retain_graph=is_idle)
+                if inputs is None:
+                    self._fill_gradients(module)
+            torch.autograd.backward(
+                roots, grads, retain_graph=is_idle, inputs=None if is_idle else inputs
+            )
 
     @contextmanager
     def _inside(self) -> Iterator[None]:

@@ -131,4 +131,5 @@ def _reduce_gradients(model: nn.Module) -> None:
     device = next(model.parameters()).device
     token = torch.zeros((1, 1), dtype=torch.long, device=device)
     logits = model(input_ids=token, use_cache=False).logits
-    (logits.sum() * 0.0).backward()
+    if logits.requires_grad:
+        (logits.sum() * 0.0).backward()

@@ -19,7 +19,7 @@ Invariants, and the tests that hold them (tests/executor):
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -38,9 +38,32 @@ from areal_dta.executor.kernels import (
     select_kernel,
 )
 from areal_dta.executor.kv_cache import LayerPath, PathCache
-from areal_dta.executor.model_support import UnsupportedModelError, check_attention_call
+from areal_dta.executor.model_support import (
+    REMEDY,
+    UnsupportedModelError,
+    check_attention_call,
+    layer_name,
+)
 
 ATTENTION_NAME = "areal_dta"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """What one layer asks of its attention, as checks/attention_profile.py finds it."""
+
+    asked: tuple[Any, ...]
+    """What its calls pass, see `requested`; later calls must pass the same."""
+    window: int | None
+    """Queries see so many tokens, themselves included; None: all."""
+    scale: float
+    softcap: float | None
+
+
+def requested(scaling: float | None, kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a call asks for that must not change between calls."""
+    has_sinks = kwargs.get("s_aux") is not None
+    return scaling, kwargs.get("sliding_window"), kwargs.get("softcap"), has_sinks
 
 
 @dataclass(slots=True)
@@ -54,6 +77,7 @@ class BlockAttention:
     mask: Mask
     kernel_name: str
     keep_kv: bool
+    layers: Mapping[int, LayerAttention]
     keys: dict[int, Tensor] = field(default_factory=dict)
     """Per layer [1, K, S, H], part of the block's graph; only with ``keep_kv``."""
     values: dict[int, Tensor] = field(default_factory=dict)
@@ -204,16 +228,37 @@ def _block_attention(
             f"attention {ATTENTION_NAME!r} was called outside a TreeExecutor; restore "
             "the model with `model.set_attn_implementation('sdpa')`"
         )
-    check_attention_call(module, query, attention_mask, dropout, kwargs)
+    check_attention_call(
+        module, query, key, len(block.depth_S), attention_mask, dropout, kwargs
+    )
     layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
+    layer = block.layers.get(layer_idx)
+    asked = requested(scaling, kwargs)
+    if layer is None or asked != layer.asked:
+        raise UnsupportedModelError(
+            f"{layer_name(module)} cannot run on a prefix tree: it asks for (scaling, "
+            f"sliding_window, softcap, has sinks) = {asked}, at the first call it was "
+            f"{layer.asked if layer else 'not there'}; {REMEDY}"
+        )
     block.num_calls += 1
     if block.keep_kv:
         block.keys[layer_idx], block.values[layer_idx] = key, value
-    path_start, block_mask, path_mask = block.window(kwargs.get("sliding_window"))
-    scoring = Scoring(
-        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        softcap=kwargs.get("softcap"),
-    )
+    out = attend(block, layer_idx, layer, query, key, value, kwargs.get("s_aux"))
+    return out, None
+
+
+def attend(
+    block: BlockAttention,
+    layer_idx: int,
+    layer: LayerAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks_N: Tensor | None,
+) -> Tensor:
+    """Return attention of a block's queries to its path and itself, [1, S, N, H]."""
+    path_start, block_mask, path_mask = block.window(layer.window)
+    scoring = Scoring(scale=layer.scale, softcap=layer.softcap)
     call = _LayerCall(
         layer=block.path.layers[layer_idx],
         path_start=path_start,
@@ -223,18 +268,21 @@ def _block_attention(
         scoring=scoring,
         kernel=select_kernel(block.kernel_name, query, key, value, scoring, path_mask),
     )
-    out: Tensor = _PathAttention.apply(query, key, value, kwargs.get("s_aux"), call)
-    return out.transpose(1, 2), None
+    out: Tensor = _PathAttention.apply(query, key, value, sinks_N, call)
+    # Contiguous as that of Transformers' functions: models take views of it.
+    return out.transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(ATTENTION_NAME, _block_attention)
 
 
 @contextmanager
-def tree_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Give the model our attention; restore its own at the end."""
+def model_attention(
+    model: PreTrainedModel, name: str = ATTENTION_NAME
+) -> Iterator[None]:
+    """Give the model an attention by name, ours; restore its own at the end."""
     previous = model.config._attn_implementation
-    model.set_attn_implementation(ATTENTION_NAME)
+    model.set_attn_implementation(name)
     try:
         yield
     finally:

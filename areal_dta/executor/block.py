@@ -11,7 +11,7 @@ the same order; its pace lives with the code that shards it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from areal_dta.executor.attention import BlockAttention, active_block
+from areal_dta.executor.attention import BlockAttention, LayerAttention, active_block
 from areal_dta.executor.block_layout import BlockLayout, TreeTensors, lay_out
 from areal_dta.executor.kernels import Mask
 from areal_dta.executor.kv_cache import PathCache
+from areal_dta.executor.model_support import model_inputs
 from areal_dta.executor.outputs import OutputHead
-from areal_dta.executor.telemetry import RouterLoad
 from areal_dta.schedule import Schedule, cut_tree
 from areal_dta.tree import PrefixTree
 
@@ -57,8 +57,21 @@ class Pace(Protocol):
         """Context manager for each forward: one per step that computes something."""
         ...
 
-    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-        """Take ``roots`` (possibly none) backward: once per exit when training."""
+    def backward(
+        self,
+        roots: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        """Take ``roots`` (possibly none) backward: once per exit when training.
+
+        Args:
+            inputs: leaves that get gradients; None: all, the parameters among them.
+        """
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Context manager for calls of the model that every rank makes alike."""
         ...
 
 
@@ -76,9 +89,28 @@ class FreePace:
     def forward(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def backward(self, roots: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    def backward(
+        self,
+        roots: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        inputs: Sequence[Tensor] | None = None,
+    ) -> None:
         if roots:
-            torch.autograd.backward(roots, grads)
+            torch.autograd.backward(roots, grads, inputs=inputs)
+
+    def together(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class BlockWatch(Protocol):
+    """What looks on while blocks run."""
+
+    inputs: list[Tensor] | None
+    """Leaves that get gradients; None: all, the parameters among them."""
+
+    def block(self, token_S: Tensor) -> AbstractContextManager[None]:
+        """Context manager for the model's run on these tree tokens."""
+        ...
 
 
 @dataclass(slots=True)
@@ -103,12 +135,13 @@ class BlockRunner:
         tensors: TreeTensors,
         path: PathCache,
         kernel: str,
-        router_load: RouterLoad | None = None,
+        layers: Mapping[int, LayerAttention],
+        watch: BlockWatch | None = None,
     ) -> None:
         self._model, self._head = model, head
         self._tensors, self._path = tensors, path
-        self._router_load = router_load
-        self._kernel = kernel
+        self._kernel, self._layers = kernel, layers
+        self._watch = watch
 
     def run(
         self, path_tokens: int, segments: Sequence[int], keep_kv: bool
@@ -126,6 +159,7 @@ class BlockRunner:
             mask=Mask(layout.shape),
             kernel_name=self._kernel,
             keep_kv=keep_kv,
+            layers=self._layers,
         )
         token_S = self._on_device(layout.token_S)
         tokens_S = self._tensors.tokens[token_S]
@@ -136,16 +170,13 @@ class BlockRunner:
             model: Any = self._model
             with active_block(block, len(self._path.layers)):
                 output = model(
-                    input_ids=tokens_S[None],
-                    position_ids=block.depth_S[None],
-                    use_cache=False,
-                    **options,
+                    **model_inputs(model, tokens_S, block.depth_S), **options
                 )
             logits: Tensor = output.logits
             return logits
 
-        load = self._router_load
-        with load.block(token_S) if load is not None else nullcontext():
+        watch = self._watch
+        with watch.block(token_S) if watch is not None else nullcontext():
             outputs = self._head.outputs(call, layout, self._tensors)
         layers = range(len(self._path.layers)) if keep_kv else []
         return BlockOutput(
@@ -159,7 +190,12 @@ class BlockRunner:
         return torch.from_numpy(array).to(self._tensors.tokens.device)
 
 
-def idle_outputs(model: PreTrainedModel, head: OutputHead, kernel: str) -> list[Tensor]:
+def idle_outputs(
+    model: PreTrainedModel,
+    head: OutputHead,
+    kernel: str,
+    layers: Mapping[int, LayerAttention],
+) -> list[Tensor]:
     """Call the model on one placeholder token, through the same head."""
     tree = PrefixTree.from_sequences([[0, 0]])
     cut = cut_tree(tree, block_tokens=2)
@@ -171,5 +207,6 @@ def idle_outputs(model: PreTrainedModel, head: OutputHead, kernel: str) -> list[
         TreeTensors.of(tree, cut, device),
         PathCache(num_layers, 0, with_grad=False),
         kernel,
+        layers,
     )
     return runner.run(0, cut.fragments[0].segments, keep_kv=False).outputs

@@ -8,8 +8,11 @@ ignored: test_model_support.py.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 # What a layer may ask its attention for; attention.py serves it.
@@ -24,7 +27,7 @@ _HARMLESS = frozenset(
 )
 _SPLITTABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
 _REFUSED_ROPE = ("dynamic", "longrope")
-_REMEDY = "use the dense engine (actor.backend=fsdp:…) for this model"
+REMEDY = "use the dense engine (actor.backend=fsdp:…) for this model"
 
 
 class UnsupportedModelError(ValueError):
@@ -42,6 +45,9 @@ def check_model_supported(model: nn.Module, training: bool = True) -> None:
         reasons = ["it has no Hugging Face config"]
     else:
         reasons = _config_reasons(config)
+    peft_config = getattr(model, "active_peft_config", None)
+    if getattr(peft_config, "is_prompt_learning", False):
+        reasons.append("prompt or prefix tuning adds virtual tokens to every call")
     for path, module in model.named_modules():
         if isinstance(module, nn.RNNBase | nn.Conv1d):
             kind = type(module).__name__
@@ -52,7 +58,7 @@ def check_model_supported(model: nn.Module, training: bool = True) -> None:
     if reasons:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot be trained on prefix trees: "
-            f"{'; '.join(reasons)}; {_REMEDY}"
+            f"{'; '.join(reasons)}; {REMEDY}"
         )
 
 
@@ -99,14 +105,21 @@ def _training_reasons(model: nn.Module) -> list[str]:
             "has changed; switch it off, retain_tokens bounds memory instead"
         )
     config = getattr(model, "config", None)
+    fields = config.get_text_config().to_dict() if config is not None else {}
     dropped = [
         f"{key}={value}"
-        for key, value in (config.to_dict() if config is not None else {}).items()
+        for key, value in fields.items()
         if isinstance(value, float)
         and value > 0
         and ("dropout" in key or key in ("attn_pdrop", "embd_pdrop", "resid_pdrop"))
-        and "classifier" not in key
+        and not key.startswith(("classifier", "summary"))  # other heads
     ]
+    noise = random_noise(config)
+    if noise and model.training:
+        reasons.append(
+            f"{', '.join(noise)}: noise differs between the visits of a shared token; "
+            "set it to 0"
+        )
     if dropped and model.training:
         reasons.append(
             f"{', '.join(dropped)}: dropout differs between the visits of a shared "
@@ -115,9 +128,64 @@ def _training_reasons(model: nn.Module) -> list[str]:
     return reasons
 
 
+def random_noise(config: Any) -> list[str]:
+    """Return the noise in training, other than dropout, that a config names."""
+    fields = config.get_text_config().to_dict() if config is not None else {}
+    return [
+        f"{key}={value}"
+        for key, value in fields.items()
+        if ("jitter" in key or key.endswith(("_noise", "layerdrop")))
+        and isinstance(value, float)
+        and value > 0
+    ]
+
+
+def check_no_autocast(model: nn.Module) -> None:
+    """Refuse autocast: its casts would differ between a block and its path.
+
+    Raises:
+        UnsupportedModelError: autocast is on for the model's device.
+    """
+    device = next(model.parameters()).device.type
+    if torch.is_autocast_enabled(device):
+        raise UnsupportedModelError(
+            f"torch.autocast({device!r}) is on; expected it off around prefix trees: "
+            "load the model in the dtype to compute in (or use FSDP's mixed precision)"
+        )
+
+
+def model_inputs(model: Any, token_S: Tensor, depth_S: Tensor) -> dict[str, Any]:
+    """Return a decoder's arguments for tokens at the given depths, without a cache.
+
+    Positions go in by every channel that ``forward`` has: some models scale queries by
+    ``cache_position``.
+    """
+    inputs = {
+        "input_ids": token_S[None],
+        "position_ids": depth_S[None],
+        "use_cache": False,
+    }
+    if hasattr(model, "get_base_model"):  # an adapter hands arguments through
+        model = model.get_base_model()
+    if _takes_cache_position(getattr(model.forward, "__func__", model.forward)):
+        inputs["cache_position"] = depth_S
+    return inputs
+
+
+@functools.lru_cache(maxsize=64)
+def _takes_cache_position(forward: Any) -> bool:
+    return "cache_position" in inspect.signature(forward).parameters
+
+
+def layer_name(module: nn.Module) -> str:
+    return f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+
+
 def check_attention_call(
     module: nn.Module,
     query: Tensor,
+    key: Tensor,
+    num_tokens: int,
     attention_mask: Tensor | None,
     dropout: float,
     kwargs: dict[str, Any],
@@ -136,6 +204,11 @@ def check_attention_call(
         problem = "it is not causal"
     elif query.shape[0] != 1:
         problem = f"it was called with a batch of {query.shape[0]}, expected 1"
+    elif query.shape[2] != num_tokens or key.shape[2] != num_tokens:
+        problem = (
+            f"it has {query.shape[2]} queries and {key.shape[2]} keys for {num_tokens} "
+            "tokens (virtual tokens of prompt or prefix tuning, or a cache)"
+        )
     elif attention_mask is not None:
         problem = "it builds an attention mask of its own"
     elif dropout:
@@ -144,9 +217,8 @@ def check_attention_call(
         named = ", ".join(f"{k}={_brief(v)}" for k, v in sorted(asked.items()))
         problem = f"its attention asks for {named}"
     if problem:
-        layer = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
         raise UnsupportedModelError(
-            f"{layer} cannot run on a prefix tree: {problem}; {_REMEDY}"
+            f"{layer_name(module)} cannot run on a prefix tree: {problem}; {REMEDY}"
         )
 
 

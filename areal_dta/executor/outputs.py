@@ -6,8 +6,9 @@ sequence sees its part of each channel; a shared edge or row is computed once.
 Logprobs are fused with the vocabulary projection (fused_logprobs.py), which is taken
 out of the model's forward for that: during a block the output embedding passes its
 input on, so that the model returns hidden states as its logits. Models that do more
-with their logits than project (scaling, soft-capping, an adapter on the head) are
-recognised by what they return, and keep their own projection.
+with their logits than project (scaling, soft-capping) are recognised by what they
+return, and heads that are more than `nn.Linear` (adapters, hooks, a forward of their
+own) by what they are: both keep their own projection.
 
 Invariants, and the tests that hold them (tests/executor):
   * only needed outputs are projected; the head is given back: test_needed_outputs.py
@@ -68,12 +69,15 @@ class HeadCapture:
     """The output embedding of a model, which can be made to pass its input on."""
 
     def __init__(self, model: nn.Module) -> None:
-        head = getattr(model, "get_output_embeddings", lambda: None)()
-        # FSDP makes a subclass of nn.Linear; adapters wrap or replace it.
-        is_plain = isinstance(head, nn.Linear) and "Linear" in type(head).__name__
-        self.head: nn.Linear | None = head if is_plain else None
-        """None: keep the model's own projection."""
+        self._head = getattr(model, "get_output_embeddings", lambda: None)()
+        self._does_more = False
         self._hidden: Tensor | None = None
+
+    @property
+    def head(self) -> nn.Linear | None:
+        """The head, if it does nothing but project; None: call it as it is."""
+        is_plain = not self._does_more and _only_projects(self._head)
+        return self._head if is_plain else None
 
     @contextmanager
     def bypassed(self) -> Iterator[None]:
@@ -85,17 +89,12 @@ class HeadCapture:
             self._hidden = hidden
             return hidden
 
-        had_own = "forward" in vars(head)
-        previous = head.forward
         head.forward = pass_on
         try:
             yield
         finally:
             self._hidden = None
-            if had_own:
-                head.forward = previous
-            else:
-                del head.forward
+            del head.forward
 
     def take(self, logits: Tensor) -> Tensor | None:
         """Return the hidden states, if ``logits`` are nothing else.
@@ -110,8 +109,21 @@ class HeadCapture:
             )
             hidden = hidden if same else None
         if hidden is None:
-            self.head = None
+            self._does_more = True
         return hidden
+
+
+def _only_projects(head: Any) -> bool:
+    """Return whether a module does what `nn.Linear` does: its class's forward is that
+    of `nn.Linear` (FSDP makes a subclass), with no forward or hooks of its own."""
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
+        return False
+    hooks = [*head._forward_pre_hooks.values(), *head._forward_hooks.values()]
+    is_fsdp = [
+        getattr(hook, "__module__", "").startswith("torch.distributed")
+        for hook in hooks
+    ]
+    return "forward" not in vars(head) and all(is_fsdp)
 
 
 class LogprobHead:

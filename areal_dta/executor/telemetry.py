@@ -87,6 +87,8 @@ class RouterLoad:
         ValueError: the model has no router that is known.
     """
 
+    inputs = None
+
     def __init__(self, model: nn.Module, tree: PrefixTree) -> None:
         self._routers: list[Any] = [m for m in model.modules() if _is_router(m)]
         if not self._routers:

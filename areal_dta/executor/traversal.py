@@ -14,14 +14,21 @@ Invariants, and the tests that hold them (tests/executor):
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from areal_dta.executor.block import BlockOutput, BlockRunner, FreePace, Pace
+from areal_dta.executor.attention import LayerAttention
+from areal_dta.executor.block import (
+    BlockOutput,
+    BlockRunner,
+    BlockWatch,
+    FreePace,
+    Pace,
+)
 from areal_dta.executor.block_layout import TreeTensors
 from areal_dta.executor.config import ExecutorConfig
 from areal_dta.executor.kernels import accumulation_dtype
@@ -95,6 +102,8 @@ class Traversal:
         loss: evaluated at the exit of each fragment on the sequences that end there;
             None injects nothing by itself (see ``inject``).
         pace: when the model may be called.
+        layers: what each layer asks of its attention.
+        watch: looks on while blocks run.
     """
 
     def __init__(
@@ -106,6 +115,8 @@ class Traversal:
         schedule: Schedule,
         loss: GroupLoss | None = None,
         pace: Pace | None = None,
+        layers: Mapping[int, LayerAttention] | None = None,
+        watch: BlockWatch | None = None,
     ) -> None:
         self._tree, self._schedule, self._loss = tree, schedule, loss
         self._pace: Pace = pace or FreePace()
@@ -116,9 +127,10 @@ class Traversal:
         capacity = max((f.path_tokens for f in cut.fragments), default=0)
         self._path = PathCache(num_layers, capacity, with_grad=schedule.training)
         self.router_load = RouterLoad(model, tree) if config.router_load else None
+        self._watch = watch or self.router_load
         tensors = TreeTensors.of(tree, cut, self._device)
         self._runner = BlockRunner(
-            model, head, tensors, self._path, config.kernel, self.router_load
+            model, head, tensors, self._path, config.kernel, layers or {}, self._watch
         )
         self._open: list[_OpenFragment] = []
         needed, dtype = cut.needed, accumulation_dtype(parameter.dtype)
@@ -247,7 +259,7 @@ class Traversal:
         # Gradients of the losses. A channel that is only reported, as entropies mostly
         # are, has none and costs nothing.
         for channel, output in zip(self.channels, block.outputs, strict=True):
-            if output.numel() and channel.has_grad:
+            if output.numel() and channel.has_grad and output.requires_grad:
                 roots.append(output)
                 grads.append(channel.grad_T[self._filed_under(channel, block)])
         # Gradients that the branches sent to keys and values of the trunk.
@@ -256,10 +268,14 @@ class Traversal:
             kv = [*block.keys, *block.values]
             kv_grads = [*opened.trunk.grad_k, *opened.trunk.grad_v]
             for root, grad in zip(kv, kv_grads, strict=True):
+                # Nothing below the first trainable parameter has a graph.
+                if not root.requires_grad:
+                    continue
                 roots.append(root)
                 spread = torch.zeros_like(root)
                 grads.append(spread.index_copy_(2, positions, grad.to(root.dtype)))
-        self._pace.backward(roots, grads)
+        inputs = self._watch.inputs if self._watch is not None else None
+        self._pace.backward(roots, grads, inputs)
 
 
 def as_scalar(loss: Tensor) -> Tensor:

@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from areal_dta.executor.attention import tree_attention
-from areal_dta.executor.block import FreePace, Pace, idle_outputs
+from areal_dta.executor.attention import LayerAttention, model_attention
+from areal_dta.executor.block import BlockWatch, FreePace, Pace, idle_outputs
+from areal_dta.executor.checks.attention_profile import profile_attention
 from areal_dta.executor.config import ExecutionStats, ExecutorConfig
-from areal_dta.executor.model_support import check_model_supported
+from areal_dta.executor.model_support import check_model_supported, check_no_autocast
 from areal_dta.executor.oracle import SequenceOutput, ValueOutput
 from areal_dta.executor.outputs import make_head
 from areal_dta.executor.telemetry import BlockTimer
@@ -79,6 +80,8 @@ class TreeExecutor:
         where a block waits for other ranks."""
         check_model_supported(model, training=False)
         self._head = make_head(outputs, model, self.config)
+        self._layers: dict[int, LayerAttention] = {}
+        self._knows_randomness = False
 
     def forward(
         self, tree: PrefixTree, positions: Positions | None = None
@@ -163,8 +166,11 @@ class TreeExecutor:
         training: bool,
         loss: GroupLoss | None = None,
         injected: Traversal | None = None,
+        watch: BlockWatch | None = None,
     ) -> Traversal:
         """Walk the tree once; with the gradients that ``injected`` holds, if given."""
+        check_no_autocast(self.model)
+        self._check_tokens(tree)
         config = self.config
         schedule = build_schedule(
             tree,
@@ -174,16 +180,27 @@ class TreeExecutor:
             needed,
             config.fragments,
         )
+        calls_model = bool(schedule.steps) or self.pace.calls_when_empty
+        if calls_model:
+            self._profile(training and self.model.training)
         traversal = Traversal(
-            self.model, self._head, config, tree, schedule, loss, self.pace
+            self.model,
+            self._head,
+            config,
+            tree,
+            schedule,
+            loss,
+            self.pace,
+            self._layers,
+            watch,
         )
         if injected is not None:
             traversal.channels = injected.channels
         timer = BlockTimer(next(self.model.parameters()).device)
         with torch.set_grad_enabled(training):
-            if schedule.steps or self.pace.calls_when_empty:
+            if calls_model:
                 with (
-                    tree_attention(self.model),
+                    model_attention(self.model),
                     self.pace.traversal(schedule, self._idle_call),
                 ):
                     for step in schedule.steps:
@@ -211,5 +228,38 @@ class TreeExecutor:
             else NeededOutputs.logprobs_at(tree, positions)
         )
 
+    def _profile(self, find_randomness: bool) -> None:
+        """Learn what the layers ask of attention, once: at the first call."""
+        if self._layers and (self._knows_randomness or not find_randomness):
+            return
+        with self.pace.together():
+            self._layers = profile_attention(self.model, find_randomness)
+        self._knows_randomness = find_randomness
+
+    def _check_tokens(self, tree: PrefixTree) -> None:
+        """Refuse tokens without an embedding.
+
+        Raises:
+            ValueError: names the sequence, the token and the size of the vocabulary.
+        """
+        embeddings = self.model.get_input_embeddings()
+        vocab_size = getattr(embeddings, "num_embeddings", None)
+        vocab_size = vocab_size or self.model.config.get_text_config().vocab_size
+        if not tree.nodes:
+            return
+        tokens = np.concatenate([node.tokens for node in tree.nodes])
+        if tokens.min() >= 0 and tokens.max() < vocab_size:
+            return
+        for node in tree.nodes:
+            wrong = node.tokens[(node.tokens < 0) | (node.tokens >= vocab_size)]
+            if len(wrong):
+                below = node
+                while not below.sequences:
+                    below = tree.nodes[below.children[0]]
+                raise ValueError(
+                    f"sequence {min(below.sequences)} has token id {wrong[0]}; "
+                    f"expected 0 to {vocab_size - 1}, the vocabulary of the model"
+                )
+
     def _idle_call(self) -> list[Tensor]:
-        return idle_outputs(self.model, self._head, self.config.kernel)
+        return idle_outputs(self.model, self._head, self.config.kernel, self._layers)

@@ -144,8 +144,9 @@ class DecoderSizes:
             return config_size(config, name, default)
 
         hidden, heads = size("hidden_size"), size("num_attention_heads")
-        experts = getattr(config, "num_experts", None)
-        experts = int(experts or getattr(config, "num_local_experts", None) or 0)
+        name = "num_experts" if getattr(config, "num_experts", None) else None
+        name = name or "num_local_experts"
+        experts = size(name) if getattr(config, name, None) else 0
         width = size("intermediate_size")
         return cls(
             hidden=hidden,
@@ -163,7 +164,7 @@ def config_size(config: Any, name: str, default: int | None = None) -> int:
     """Return a size of a Hugging Face config.
 
     Raises:
-        ValueError: neither the config nor ``default`` has it.
+        ValueError: neither the config nor ``default`` has it, or it differs by layer.
     """
     value = getattr(config, name, None) or default
     if value is None:
@@ -171,4 +172,9 @@ def config_size(config: Any, name: str, default: int | None = None) -> int:
             f"{type(config).__name__} has no `{name}`, so its cost cannot be "
             "predicted; expected the config of a decoder-only language model"
         )
-    return int(value)
+    if not isinstance(value, int):
+        raise ValueError(
+            f"{type(config).__name__}.{name}={value!r:.60}, so its cost cannot be "
+            "predicted; expected one number for all layers"
+        )
+    return value
