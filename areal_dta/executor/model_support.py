@@ -64,6 +64,8 @@ def check_model_supported(model: nn.Module, training: bool = True) -> None:
 
 def _config_reasons(config: Any) -> list[str]:
     reasons = []
+    if getattr(config.get_text_config(), "num_hidden_layers", None) is None:
+        reasons.append("its config has no num_hidden_layers")
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("it is an encoder-decoder")
     if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):

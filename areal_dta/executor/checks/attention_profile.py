@@ -46,6 +46,8 @@ from areal_dta.executor.model_support import (
     model_inputs,
 )
 
+_Prints = list[tuple[str, Tensor]]
+"""One number per module, in the order in which their calls end."""
 _PROBE_NAME = "areal_dta_probe"
 _NUM_TOKENS = 16
 # Two ways to compute the same attention in fp32 differ by about 1e-6.
@@ -108,14 +110,20 @@ def profile_attention(
     depth_S = torch.arange(_NUM_TOKENS, device=device)
     num_layers = config.num_hidden_layers
     seen = torch.ones(_NUM_TOKENS, _NUM_TOKENS, dtype=torch.bool, device=device)
-    prints: list[list[tuple[str, Tensor]]] = []
+    prints: list[_Prints] = []
     cuda = [device] if device.type == "cuda" else []
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=cuda),
         model_attention(model, _PROBE_NAME),
     ):
-        for seed in (0, 1, 0) if find_randomness else (0,):
+        inputs = model_inputs(model, token_S, depth_S)
+        without_positions = {k: v for k, v in inputs.items() if "position" not in k}
+        # The first call is the model's own idea of positions.
+        calls = [(0, without_positions), (0, inputs)]
+        if find_randomness:
+            calls += [(1, inputs), (0, inputs)]
+        for seed, arguments in calls:
             torch.manual_seed(seed)
             block = BlockAttention(
                 path=PathCache(num_layers, 0, with_grad=False),
@@ -130,13 +138,15 @@ def profile_attention(
             token = _active_probe.set(probe)
             try:
                 with _fingerprints(model) as found:
-                    model(**model_inputs(model, token_S, depth_S))
+                    model(**arguments)
             finally:
                 _active_probe.reset(token)
             prints.append(found)
     _check_calls(probe)
+    own_positions, *prints = prints
     if find_randomness:
         _check_randomness(model, prints)
+    _check_positions(model, own_positions, prints[0])
     return probe.layers
 
 
@@ -287,9 +297,9 @@ def _refuse(module: nn.Module, problem: str) -> None:
 
 
 @contextmanager
-def _fingerprints(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
+def _fingerprints(model: nn.Module) -> Iterator[_Prints]:
     """Context manager for a call; collects one number per module, in order of ends."""
-    found: list[tuple[str, Tensor]] = []
+    found: _Prints = []
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -311,7 +321,19 @@ def _fingerprints(model: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
             handle.remove()
 
 
-def _check_randomness(model: nn.Module, prints: list[list[tuple[str, Tensor]]]) -> None:
+def _check_positions(model: nn.Module, own: _Prints, given: _Prints) -> None:
+    eps = torch.finfo(next(model.parameters()).dtype).eps
+    for (name, a), (_, b) in zip(own, given, strict=False):
+        if float(abs(a - b)) > 8 * eps * float(a):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} cannot run on a prefix tree: {name} "
+                f"({type(model.get_submodule(name)).__name__}) counts positions in its "
+                "own way (for example from the padding token on), not by the depth of "
+                f"a token; {REMEDY}"
+            )
+
+
+def _check_randomness(model: nn.Module, prints: list[_Prints]) -> None:
     """Compare calls of seeds 0, 1, 0: the last tells what kernels do by themselves."""
     eps = torch.finfo(next(model.parameters()).dtype).eps
     for (name, a), (_, b), (_, again) in zip(*prints, strict=False):
