@@ -108,6 +108,7 @@ def check_model(hf_config: Any, config: Any) -> list[str]:
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     from areal_dta.executor import check_model_supported
+    from areal_dta.executor.model_support import random_noise
     from areal_dta.executor.telemetry import RouterLoad
     from areal_dta.tree import PrefixTree
 
@@ -121,6 +122,13 @@ def check_model(hf_config: Any, config: Any) -> list[str]:
     check_model_supported(model, training=False)
     if option(config, "router_load"):
         RouterLoad(model, PrefixTree.from_sequences([]))  # raises if there are none
+    noise = random_noise(hf_config)
+    if noise and getattr(config, "optimizer", None) is not None:
+        raise ValueError(
+            f"{type(model).__name__} draws noise in training: {', '.join(noise)}; it "
+            "differs between the visits of a shared token: set it to 0 in the model's "
+            "config.json, or use backend fsdp:dN"
+        )
     # dropout, named by the configuration or by the modules
     found = [
         f"{name}={getattr(hf_config, name)}"

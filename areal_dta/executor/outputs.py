@@ -55,6 +55,9 @@ class Channel:
 
 
 class OutputHead(Protocol):
+    trains: bool
+    """Whether the vocabulary's projection gets a gradient."""
+
     @property
     def channels(self) -> tuple[Channel, ...]: ...
 
@@ -136,6 +139,7 @@ class LogprobHead:
 
     def __init__(self, model: PreTrainedModel, config: ExecutorConfig) -> None:
         self.capture, self._config = HeadCapture(model), config
+        self.trains = True
 
     def outputs(
         self, call: ModelCall, layout: BlockLayout, tensors: TreeTensors
@@ -158,10 +162,14 @@ class LogprobHead:
             with self.capture.bypassed():
                 hidden = self.capture.take(call(logits_to_keep=to_keep))
             if hidden is not None:
+                weight, bias = head.weight, head.bias
+                if not self.trains:
+                    weight = weight.detach()
+                    bias = None if bias is None else bias.detach()
                 logprobs_and_entropy = fused_token_logprobs(
                     hidden[0, :num_rows],
-                    head.weight,
-                    head.bias,
+                    weight,
+                    bias,
                     labels,
                     config.temperature,
                     config.logit_chunk_elements,
@@ -176,6 +184,7 @@ class ValueHead:
     value, or a reward model's score at the last token."""
 
     channels = (Channel("values", on_edges=False, span=slice(None)),)
+    trains = True
 
     def outputs(
         self, call: ModelCall, layout: BlockLayout, tensors: TreeTensors

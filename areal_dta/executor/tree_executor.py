@@ -18,7 +18,8 @@ Invariants, and the tests that hold them (tests/executor):
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -80,7 +81,8 @@ class TreeExecutor:
         where a block waits for other ranks."""
         check_model_supported(model, training=False)
         self._head = make_head(outputs, model, self.config)
-        self._layers: dict[int, LayerAttention] = {}
+        self.layers: dict[int, LayerAttention] = {}
+        """What each layer asks of its attention; known from the first call on."""
         self._knows_randomness = False
 
     def forward(
@@ -159,6 +161,28 @@ class TreeExecutor:
         self._traverse(tree, needed, training=True, injected=first)
         return first.total_loss
 
+    def traverse(
+        self, tree: PrefixTree, sequence_loss: Callable[..., Tensor], watch: BlockWatch
+    ) -> Traversal:
+        """Do what ``forward_backward`` does while ``watch`` looks on; for checks."""
+
+        def group_loss(indices: list[int], *outputs: list[Tensor]) -> Tensor:
+            return torch.stack(list(map(sequence_loss, indices, *outputs))).sum()
+
+        check_model_supported(self.model, training=True)
+        needed = self._needed(tree, None)
+        return self._traverse(tree, needed, True, group_loss, watch=watch)
+
+    @contextmanager
+    def head_without_gradient(self) -> Iterator[None]:
+        """Context manager in which the vocabulary's projection gets no gradient."""
+        head = self._head
+        head.trains = False
+        try:
+            yield
+        finally:
+            head.trains = True
+
     def _traverse(
         self,
         tree: PrefixTree,
@@ -191,7 +215,7 @@ class TreeExecutor:
             schedule,
             loss,
             self.pace,
-            self._layers,
+            self.layers,
             watch,
         )
         if injected is not None:
@@ -230,10 +254,10 @@ class TreeExecutor:
 
     def _profile(self, find_randomness: bool) -> None:
         """Learn what the layers ask of attention, once: at the first call."""
-        if self._layers and (self._knows_randomness or not find_randomness):
+        if self.layers and (self._knows_randomness or not find_randomness):
             return
         with self.pace.together():
-            self._layers = profile_attention(self.model, find_randomness)
+            self.layers = profile_attention(self.model, find_randomness)
         self._knows_randomness = find_randomness
 
     def _check_tokens(self, tree: PrefixTree) -> None:
@@ -262,4 +286,4 @@ class TreeExecutor:
                 )
 
     def _idle_call(self) -> list[Tensor]:
-        return idle_outputs(self.model, self._head, self.config.kernel, self._layers)
+        return idle_outputs(self.model, self._head, self.config.kernel, self.layers)
