@@ -259,12 +259,13 @@ def test_a_loss_that_is_no_scalar_is_refused(fp64_model):
 def test_counts_of_computed_tokens(fp64_model, budget):
     batch = random_batch(np.random.default_rng(9), 12, 20, VOCAB_SIZE)
     tree = PrefixTree.from_sequences(batch)
+    executor = TreeExecutor(fp64_model, ExecutorConfig(8, budget))
+    executor.forward_backward(tree, make_loss(batch))  # the first call also probes
     seen = []
     handle = fp64_model.model.register_forward_hook(
         lambda module, args, kwargs, out: seen.append(kwargs["input_ids"].shape[1]),
         with_kwargs=True,
     )
-    executor = TreeExecutor(fp64_model, ExecutorConfig(8, budget))
     executor.forward_backward(tree, make_loss(batch))
     handle.remove()
     gradients(fp64_model)

@@ -106,7 +106,8 @@ def profile_attention(
     device = next(model.parameters()).device
     config = model.config.get_text_config()
     vocab_size = config.vocab_size
-    token_S = torch.arange(_NUM_TOKENS, device=device) * 7 % vocab_size
+    # Not from token 0 on: as padding, it would make positions that start at 1 look right.
+    token_S = (torch.arange(_NUM_TOKENS, device=device) * 7 + 1) % vocab_size
     depth_S = torch.arange(_NUM_TOKENS, device=device)
     num_layers = config.num_hidden_layers
     seen = torch.ones(_NUM_TOKENS, _NUM_TOKENS, dtype=torch.bool, device=device)
@@ -201,6 +202,8 @@ def window_of(mask_function: Callable[..., Any]) -> int | None:
                     high = middle
             window = high
         # A window moves with its query; a chunk does not.
+        if window is not None:
+            distances = torch.cat([distances, torch.tensor([window - 1, window])])
         wanted = distances < (4 * _FARTHEST if window is None else window)
         for query in (2 * _FARTHEST, 2 * _FARTHEST + 1, 2 * _FARTHEST + 4099):
             if not torch.equal(sees(query, distances), wanted):
