@@ -106,7 +106,7 @@ def profile_attention(
     device = next(model.parameters()).device
     config = model.config.get_text_config()
     vocab_size = config.vocab_size
-    # Not from token 0 on: as padding, it would make positions that start at 1 look right.
+    # Not from token 0 on: a first token of padding hides positions that start at 1.
     token_S = (torch.arange(_NUM_TOKENS, device=device) * 7 + 1) % vocab_size
     depth_S = torch.arange(_NUM_TOKENS, device=device)
     num_layers = config.num_hidden_layers
