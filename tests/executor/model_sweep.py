@@ -204,29 +204,6 @@ VARIANTS: tuple[Case, ...] = (
 CASES = tuple(sorted((*map(Case, MODEL_TYPES), *VARIANTS), key=lambda case: case.name))
 
 
-# Known faults: silently wrong or crashing, with the kind of fault. To become empty.
-FAULTS: dict[str, str] = {
-    "afmoe": "the output of attention is not contiguous",
-    **dict.fromkeys(
-        "bart blenderbot blenderbot-small marian mbart pegasus plbart whisper".split(),
-        "M2: positions by cache_position",
-    ),
-    "llama4_text (no chunks, temperature tuning)": "M2: positions by cache_position",
-    "ministral3 (llama 4 scaling)": "M2: positions by cache_position",
-    **dict.fromkeys(
-        "camembert data2vec-text roberta roberta-prelayernorm xlm-roberta "
-        "xlm-roberta-xl xmod".split(),
-        "M2: positions counted from the padding id",
-    ),
-    "blt": "M10: a configuration without num_hidden_layers",
-    "gpt2 (inverse layer scale)": "M8: a scale that only eager attention reads",
-    "gpt2 (scale_attn_weights=False)": "M8: a scale that only eager attention reads",
-    "mixtral (router jitter)": "M4: random in training",
-    "phimoe": "M4: random in training",
-    "qwen2_moe (window)": "M9: a window that only the mask has",
-}
-
-
 @dataclass(frozen=True)
 class Verdict:
     case: Case
@@ -389,7 +366,7 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
-KINDS = ("exact", "refused", "not built", "fault")
+KINDS = ("exact", "refused", "not built", "wrong", "crashed")
 TABLE_HEAD = """# Models
 
 What the tree executor does with each type of causal language model that \
@@ -412,8 +389,6 @@ under the model's own eager attention, in blocks of {blocks} tokens.
 def table_row(verdict: Verdict) -> str:
     """Return a row of the table of docs/models.md."""
     kind, reason = verdict.kind, verdict.reason
-    if verdict.case.name in FAULTS and kind in ("wrong", "crashed"):
-        kind, reason = "fault", FAULTS[verdict.case.name]
     if kind == "refused":
         reason = reason.replace(f"{verdict.architecture} cannot be trained on", "no")
         reason = reason.removeprefix("no prefix trees: ")

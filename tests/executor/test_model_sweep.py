@@ -7,13 +7,11 @@ they ask of attention, positions and layers.
 from pathlib import Path
 
 import pytest
-import torch
 import transformers
 
 from tests.executor.model_sweep import (
     BLOCK_TOKENS,
     CASES,
-    FAULTS,
     MODEL_TYPES,
     WINDOW,
     Case,
@@ -59,32 +57,22 @@ def quiet():
 @pytest.mark.parametrize("name", QUICK)
 def test_a_type_is_exact_or_refused_as_the_table_says(name, table):
     verdict = judge(BY_NAME[name])
-    if name in FAULTS and verdict.kind in ("wrong", "crashed"):
-        pytest.xfail(FAULTS[name])
     assert verdict.kind in ("exact", "refused"), f"{verdict.reason}\n{verdict.trace}"
-    assert name in FAULTS or table[name] == verdict.kind, verdict.reason
+    assert table[name] == verdict.kind, verdict.reason
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_type_is_exact_or_refused(table):
-    faults = {}
-    kinds = {}
-    for case in CASES:
-        verdict = judge(case)
-        kinds[case.name] = verdict.kind
-        if verdict.kind in ("wrong", "crashed"):
-            faults[case.name] = verdict.reason
-            kinds[case.name] = "fault"
-    assert faults.keys() <= FAULTS.keys(), faults
+    verdicts = [judge(case) for case in CASES]
+    faults = {v.case.name: v.reason for v in verdicts if v.kind in ("wrong", "crashed")}
+    assert not faults
     if f"Transformers {transformers.__version__} " in TABLE.read_text():
-        settled = kinds.keys() - FAULTS.keys()
-        assert {n: kinds[n] for n in settled} == {n: table[n] for n in settled}
+        assert {verdict.case.name: verdict.kind for verdict in verdicts} == table
 
 
 def test_the_table_lists_every_type_of_its_version(table):
-    assert set(table.values()) <= {"exact", "refused", "not built", "fault"}
-    assert {name for name, kind in table.items() if kind == "fault"} == set(FAULTS)
+    assert set(table.values()) <= {"exact", "refused", "not built"}
     exact = {BY_NAME[n].model_type for n, k in table.items() if k == "exact"}
     assert len(exact) >= 60
     if f"Transformers {transformers.__version__} " in TABLE.read_text():
@@ -100,16 +88,17 @@ def test_the_batch_passes_the_window_and_both_block_sizes_cut_it():
     batch = sweep_batch()
     assert max(map(len, batch)) > 4 * WINDOW
     assert min(BLOCK_TOKENS) < WINDOW < max(map(len, batch)) < max(BLOCK_TOKENS)
-    assert len({token for sequence in batch for token in sequence}) == 64
+    assert max(map(max, batch)) < 64  # the smallest vocabulary of the cases
 
 
 def test_a_difference_is_found():
-    def build_with_noise(case: Case):
+    def build_with_mixing(case: Case):
+        """Let each token read its neighbour in the call, not on its path."""
         model = build(case)
         model.model.layers[3].mlp.register_forward_hook(
-            lambda module, args, out: out + 1e-3 * torch.randn_like(out)
+            lambda module, args, out: out + 1e-2 * out.roll(1, dims=1)
         )
         return model
 
-    verdict = judge(Case("llama"), build_with_noise)
+    verdict = judge(Case("llama"), build_with_mixing)
     assert verdict.kind == "wrong" and "logprobs" in verdict.reason
