@@ -275,7 +275,9 @@ def to_structured(composed: Composed) -> DTAConfig:
     """
     cls = config_class(composed)
     try:
-        merged = to_structured_cfg(_without_presets(composed, cls), cls)
+        given = _without_presets(composed, cls)
+        merged = to_structured_cfg(given, cls)
+        _check_words(given, merged)
         OmegaConf.resolve(merged)
         if missing := OmegaConf.missing_keys(merged):
             # The shortest first: longer ones often refer to it.
@@ -293,6 +295,27 @@ def to_structured(composed: Composed) -> DTAConfig:
         raise ConfigError(_with_key(e)) from e
     assert isinstance(config, cls)
     return config
+
+
+def _check_words(given: DictConfig, merged: DictConfig, parent: str = "") -> None:
+    """Refuse words that YAML 1.1 has read as booleans where a text is expected.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    for key in given:
+        if OmegaConf.is_interpolation(given, key) or OmegaConf.is_missing(given, key):
+            continue
+        value, read, name = given[key], merged.get(key), f"{parent}{key}"
+        if isinstance(value, DictConfig) and isinstance(read, DictConfig):
+            _check_words(value, read, f"{name}.")
+        elif isinstance(value, bool) and isinstance(read, str):
+            words = "on, yes or true" if value else "off, no or false"
+            quoted = "'on'" if value else "'off'"
+            raise ConfigError(
+                f"{name} expects a text, and YAML reads {words} as a boolean; "
+                f"quote the word ({key}: {quoted})"
+            )
 
 
 def _without_presets(composed: Composed, cls: type[DTAConfig]) -> DictConfig:

@@ -193,7 +193,8 @@ def _value_of_chain(
     plain: str, numbers: list[NumberText], start: int, end: int
 ) -> Fraction | None:
     """Return what numbers that operators join amount to: the part behind the last =."""
-    operators = [_operator(plain, numbers, i) for i in range(start, end)]
+    found = (_operator(plain, numbers, i) for i in range(start, end))
+    operators = [match for match in found if match]  # none is missing in a chain
     for index in range(len(operators) - 1, -1, -1):
         if operators[index]["operator"][0] in "=≈→":
             start, operators = start + index + 1, operators[index + 1 :]

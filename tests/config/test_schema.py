@@ -115,6 +115,7 @@ def test_options_of_the_tree_engine() -> None:
         ("launch.grace_seconds=0", "launch.grace_seconds=0.0; expected a positive"),
         ("actor.dtype=float8", "dtype must be one of"),
         ("saver.mode=never", "Invalid mode 'never'"),
+        ("recover.mode=true", r"recover.mode expects a text.*\(mode: .on.\)"),
         ("experiment_name=???", "no value for experiment_name"),
         ("actor.path=${no.such.key}", "Interpolation key 'no.such.key' not found"),
         (
