@@ -43,6 +43,9 @@ class DTAOptions:
     router_load: bool = False
     """For a mixture of experts: log as dta/expert_load_max_over_mean how unevenly the
     experts are chosen."""
+    self_check: bool = True
+    """Before the first training step, compare a tiny tree with single sequences through
+    the real model, and stop if they differ."""
 
     def __post_init__(self) -> None:
         for name, minimum in (("block_tokens", 1), ("retain_tokens", 0)):

@@ -168,6 +168,8 @@ class DTAEngine(FSDPEngine):
         In the ``batch`` scope it is called as AReaL calls it, once per micro-batch.
         """
         self._ensure_ready()
+        runner = self._ready_runner()
+        runner.check_once()
         # the rows of this rank, their loss and their tree
         loss_fn = self.wrap_loss(loss_fn, input_)
         scope = choose_scope(traits_of(loss_fn), option(self.config, "loss_scope"))
@@ -181,7 +183,6 @@ class DTAEngine(FSDPEngine):
             return loss(rows, outputs) * self.parallel_helper.dp_size
 
         # forward and backward over the tree
-        runner = self._ready_runner()
         needed = self._needed_outputs(loss.batch, row_of, loss.needed_outputs)
         with trace_scope("dta_engine.forward_backward"):
             total = runner.train(tree, group_loss, needed, scope, loss.statistics)

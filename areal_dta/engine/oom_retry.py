@@ -24,10 +24,22 @@ from torch import Tensor
 
 from areal_dta.areal_fixes.fsdp2 import compute_dtype, drop_unreduced_gradients
 from areal_dta.engine.fsdp_gather_layer import LayerwiseGather
-from areal_dta.engine.fsdp_gather_step import forward_pass, training_pass
+from areal_dta.engine.fsdp_gather_step import (
+    PeerFailure,
+    count_failures,
+    forward_pass,
+    training_pass,
+)
 from areal_dta.engine.model_checks import option
 from areal_dta.engine.statistics import LossStatistics
-from areal_dta.executor import ExecutorConfig, GroupLoss, Positions, TreeExecutor
+from areal_dta.executor import (
+    ExecutorConfig,
+    GroupLoss,
+    Positions,
+    TreeExecutor,
+    UnsupportedModelError,
+)
+from areal_dta.executor.checks.self_check import check_on_tiny_tree
 from areal_dta.executor.memory_budget import (
     MAX_BLOCK_TOKENS,
     MIN_BLOCK_TOKENS,
@@ -84,6 +96,7 @@ class TreeRunner:
         if option(config, "reshard") == "block":
             self._layerwise = LayerwiseGather(model, group)
             self.executor.pace = self._layerwise
+        self._checks_model = bool(option(config, "self_check"))
         self._planned_path = 0
         self._memory: MemoryModel | None = None
         self._block_samples: deque[tuple[float, ...]] = deque(maxlen=_KEPT_SAMPLES)
@@ -93,6 +106,28 @@ class TreeRunner:
         samples = list(self._block_samples)
         self._block_samples.clear()
         return samples
+
+    def check_once(self) -> None:
+        """Compare a tiny tree with single sequences, at the first call. Collective.
+
+        Raises:
+            UnsupportedModelError: they differ.
+            PeerFailure: they differ on another rank.
+        """
+        if not self._checks_model:
+            return
+        failure: UnsupportedModelError | None = None
+        with self._forward_pass():
+            try:
+                check_on_tiny_tree(self.executor)
+            except UnsupportedModelError as error:
+                failure = error
+        num_failed = count_failures(self._group, failed=failure is not None)
+        if failure is not None:
+            raise failure
+        if num_failed:
+            raise PeerFailure(f"the self-check failed on {num_failed} other ranks")
+        self._checks_model = False
 
     def train(
         self,

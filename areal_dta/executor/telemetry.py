@@ -90,7 +90,7 @@ class RouterLoad:
     inputs = None
 
     def __init__(self, model: nn.Module, tree: PrefixTree) -> None:
-        self._routers: list[Any] = [m for m in model.modules() if _is_router(m)]
+        self._routers: list[Any] = [m for m in model.modules() if is_router(m)]
         if not self._routers:
             raise ValueError(
                 f"router_load: {type(model).__name__} has no router with `num_experts` "
@@ -138,7 +138,7 @@ class RouterLoad:
         self._is_counted_T[token_S] = True
 
 
-def _is_router(module: nn.Module) -> bool:
+def is_router(module: nn.Module) -> bool:
     return type(module).__name__.endswith("Router") and all(
         isinstance(getattr(module, name, None), int)
         for name in ("num_experts", "top_k")

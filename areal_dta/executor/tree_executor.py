@@ -206,7 +206,7 @@ class TreeExecutor:
         )
         calls_model = bool(schedule.steps) or self.pace.calls_when_empty
         if calls_model:
-            self._profile(training and self.model.training)
+            self.profile(training and self.model.training)
         traversal = Traversal(
             self.model,
             self._head,
@@ -252,7 +252,7 @@ class TreeExecutor:
             else NeededOutputs.logprobs_at(tree, positions)
         )
 
-    def _profile(self, find_randomness: bool) -> None:
+    def profile(self, find_randomness: bool) -> None:
         """Learn what the layers ask of attention, once: at the first call."""
         if self.layers and (self._knows_randomness or not find_randomness):
             return
