@@ -84,8 +84,10 @@ def check_on_tiny_tree(executor: TreeExecutor) -> None:
                 watch = _Comparison(dense)
                 with watch.recording(), executor.head_without_gradient():
                     traversal = executor.traverse(tree, _loss, watch)
-                problem = watch.problem() or _output_problem(
-                    traversal, outputs, watch.tolerance
+                problem = (
+                    watch.forward_problem()
+                    or _output_problem(traversal, outputs, watch.tolerance)
+                    or watch.backward_problem()
                 )
                 if problem:
                     problems.append(f"{problem} in blocks of {block_tokens} tokens")
@@ -304,19 +306,21 @@ class _Comparison(_Record):
         self._grad_error[layer][index_S] = error_S / scale
         return want_TD[index_S]
 
-    def problem(self) -> str | None:
-        """Return the first difference: forward by depth, then backward."""
-        num_layers = len(self.layers)
+    def forward_problem(self) -> str | None:
+        """Return the first layer whose result differs."""
         for layer, error_T in sorted(self._state_error.items()):
             error = self._total(error_T)
             if not error <= self.tolerance:
-                where = self._name(layer - 1)
-                return _difference(f"hidden states of {where}", error, self.tolerance)
+                what = f"hidden states of {self._name(layer - 1)}"
+                return _difference(what, error, self.tolerance)
+        return None
+
+    def backward_problem(self) -> str | None:
+        """Return the last layer whose gradient differs."""
         for layer, error_T in sorted(self._grad_error.items(), reverse=True):
             error = self._total(error_T)
             if not error <= self._grad_tolerance:
-                where = "the head" if layer == num_layers else self._name(layer)
-                what = f"gradients of {where}"
+                what = f"gradients of {self._name(layer)}"
                 return _difference(what, error, self._grad_tolerance)
         return None
 
@@ -328,6 +332,8 @@ class _Comparison(_Record):
     def _name(self, layer: int) -> str:
         if layer < 0:
             return "the embedding"
+        if layer == len(self.layers):
+            return "the head"
         return f"layer {layer} ({type(self.layers[layer]).__name__})"
 
 
