@@ -334,7 +334,8 @@ class _Comparison(_Record):
             return "the embedding"
         if layer == len(self.layers):
             return "the head"
-        return f"layer {layer} ({type(self.layers[layer]).__name__})"
+        name = type(self.layers[layer]).__name__.removeprefix("FSDP")
+        return f"layer {layer} ({name})"
 
 
 def _output_problem(
