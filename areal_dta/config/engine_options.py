@@ -43,7 +43,7 @@ class DTAOptions:
     router_load: bool = False
     """For a mixture of experts: log as dta/expert_load_max_over_mean how unevenly the
     experts are chosen."""
-    self_check: bool = True
+    self_check: bool = False
     """Before the first training step, compare a tiny tree with single sequences through
     the real model, and stop if they differ."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_dta.engine.fsdp_gather_layer import LayerwiseGather
 from areal_dta.engine.fsdp_gather_step import PeerFailure
-from areal_dta.executor import ExecutorConfig, TreeExecutor, UnsupportedModelError
-from areal_dta.executor.checks.self_check import check_on_tiny_tree
+from areal_dta.executor import ExecutorConfig, TreeExecutor
 from areal_dta.tree import PrefixTree
 from tests.builders import random_batch
 from tests.engine.ranks import COLLECTIVE_TIMEOUT
@@ -95,7 +93,7 @@ class Scenarios:
                         key = f"{name}-{split}-{budgets}"
                         print(key, flush=True)
                         results[key] = self.train(name, split, budgets)
-        for key in ("batch_scope", "forward", "failing_loss", "twice", "self_check"):
+        for key in ("batch_scope", "forward", "failing_loss", "twice"):
             print(key, flush=True)
             results[key] = getattr(self, key)()
         return results
@@ -156,26 +154,6 @@ class Scenarios:
             for _ in range(2):
                 executor.forward_backward(tree, loss_of(rows))
         return {"gradients": _gradients(executor.model)}
-
-    def self_check(self) -> dict[str, Any]:
-        """All ranks check alike, then train; a fault that one rank has is told."""
-        executor, pace = self._executor("experts", BUDGETS["some"])
-        rows, tree = self._tree("uneven")
-        with pace.forward_pass():
-            check_on_tiny_tree(executor)
-        num_left = sum(p.grad is not None for p in executor.model.parameters())
-        with pace.training_pass():
-            executor.forward_backward(tree, loss_of(rows))
-        grads, error = _gradients(executor.model), "none"
-        if self.rank == self.world_size - 1:  # its calls stay those of the others
-            layer = executor.layers[1]
-            executor.layers[1] = dataclasses.replace(layer, scale=2 * layer.scale)
-        try:
-            with pace.forward_pass():
-                check_on_tiny_tree(executor)
-        except UnsupportedModelError as caught:
-            error = str(caught)
-        return {"num_left": num_left, "gradients": grads, "error": error}
 
     def _executor(
         self, name: str, budgets: Any

@@ -46,7 +46,7 @@ def test_a_fault_stops_the_first_step(tiny_model, monkeypatch):
         return original(block, layer_idx, asked, query * (1 + 0.1 * layer_idx), *args)
 
     monkeypatch.setattr(attention_module, "attend", attend)
-    actor = engine(tiny_model)
+    actor = engine(tiny_model, self_check=True)
     for _ in range(2):  # and every later attempt
         with pytest.raises(UnsupportedModelError, match="hidden states of layer 1 "):
             train_once(actor, grpo_batch())
