@@ -162,7 +162,8 @@ class LogprobHead:
             with self.capture.bypassed():
                 hidden = self.capture.take(call(logits_to_keep=to_keep))
             if hidden is not None:
-                weight, bias = head.weight, head.bias
+                weight: Tensor = head.weight
+                bias: Tensor | None = head.bias
                 if not self.trains:
                     weight = weight.detach()
                     bias = None if bias is None else bias.detach()

@@ -87,7 +87,7 @@ class RouterLoad:
         ValueError: the model has no router that is known.
     """
 
-    inputs = None
+    inputs: list[Tensor] | None = None
 
     def __init__(self, model: nn.Module, tree: PrefixTree) -> None:
         self._routers: list[Any] = [m for m in model.modules() if is_router(m)]

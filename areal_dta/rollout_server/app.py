@@ -95,7 +95,7 @@ class RolloutApp:
             ("/get_server_info", self.get_server_info),
         ):
             app.get(path)(get)
-        for path, post in (
+        posts: tuple[tuple[str, Any], ...] = (
             ("/generate", self.generate),
             ("/pause_generation", self.pause),
             ("/continue_generation", self.resume),
@@ -103,7 +103,8 @@ class RolloutApp:
             ("/release_memory_occupation", self.release_memory),
             ("/resume_memory_occupation", self.resume_memory),
             *((path, _unsupported) for path in UNSUPPORTED_ENDPOINTS),
-        ):
+        )
+        for path, post in posts:
             app.post(path)(post)
         return app
 

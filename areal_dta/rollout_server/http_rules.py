@@ -51,7 +51,7 @@ class Guard:
         """Compare the body's `token`, or the header `Authorization: Bearer`."""
         if self.token is None:
             return
-        got = request.headers.get("authorization", "").removeprefix("Bearer ")
+        got: Any = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not got:
             try:
                 body = await request.json()  # kept for the handler
@@ -181,7 +181,7 @@ def _refuse(status: int, message: str) -> JSONResponse:
 class _ReasonConnection(h11.Connection):
     """Connection that takes the reason phrase from the response's headers."""
 
-    def send(self, event: h11.Event) -> bytes | None:
+    def send(self, event: Any) -> Any:
         if isinstance(event, h11.Response):
             reason = dict(event.headers).get(_REASON_HEADER.encode())
             if reason is not None:

@@ -265,6 +265,7 @@ def _recording_attention(
     if attention_mask is None:
         hidden = torch.finfo(acc).min
         seen = probe.block.mask.matrix
+        assert seen is not None  # the probe's block is a plain matrix
         attention_mask = torch.zeros_like(seen, dtype=acc).masked_fill(~seen, hidden)
         attention_mask = attention_mask[None, None]
     options = kwargs if scaling is None else {"scaling": scaling, **kwargs}

@@ -169,7 +169,7 @@ class _Record:
     def __init__(self, model: Any, num_tokens: int) -> None:
         self.model = model
         self.layers = _decoder_layers(model)
-        self.inputs: list[Tensor] = []
+        self.inputs: Any = []
         self.states: dict[int, Tensor] = {}
         """Per layer [T, D]; the last entry is what the last layer gives."""
         self.grads: dict[int, Tensor] = {}
