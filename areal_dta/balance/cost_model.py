@@ -41,7 +41,7 @@ FloatArray = NDArray[np.float64]
 
 DEFAULT_WINDOW = 1000
 NOMINAL_FLOPS_PER_SECOND = 1e11
-"""Of no particular machine: only ratios matter until blocks are measured."""
+"""Nominal speed of no particular machine: only ratios matter until blocks run."""
 _OVERHEAD_TOKENS = 16  # what a call costs at first, in tokens
 _LOSS_SHARE = 1e-3  # what the loss of a token costs at first, in tokens
 

@@ -45,7 +45,7 @@ class BatchSequences:
     num_outputs_N: NDArray[np.int64]
     """Per sequence the number of outputs that the loss reads."""
     stats: ForestStats
-    """Of the forest of this batch alone."""
+    """Statistics of the forest of this batch alone."""
     needed_outputs_N: tuple[NDArray[np.int32], ...]
     """Per sequence the depths of the tokens whose output the loss reads, rising."""
     tokens_N: tuple[NDArray[np.uint32], ...]

@@ -27,7 +27,7 @@ class CollectorOptions:
     """Stop the run when this many batches' worth of rollouts in a row brought nothing
     to train on, for whatever reason; null: wait for ever."""
     fetch_timeout_seconds: float = 120.0
-    """Of one attempt to fetch or free tensors on a worker."""
+    """Time limit of one attempt to fetch or free tensors on a worker."""
 
     def __post_init__(self) -> None:
         if self.max_staleness is not None and self.max_staleness < 0:

@@ -52,7 +52,7 @@ class BlockSample:
 
     features: BlockFeatures
     seconds: float
-    """Of a TRAINING block, its forward (at enter) plus its backward (at exit)."""
+    """Measured time; a TRAINING block's forward (at enter) plus backward (at exit)."""
     kind: str
     """TRAINING or FORWARD."""
 

@@ -56,4 +56,4 @@ TRAINERS: Final[dict[str, type[WatchedTrainer]]] = {
     "dpo": DTADPOTrainer,
     "rw": DTARWTrainer,
 }
-"""By `config.algorithm`."""
+"""Trainer classes by `config.algorithm`."""

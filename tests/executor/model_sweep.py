@@ -212,7 +212,7 @@ class Verdict:
     reason: str = ""
     architecture: str = ""
     trace: str = ""
-    """Of what was raised, if the case was not built or crashed."""
+    """Traceback, if the case was not built or crashed."""
 
 
 def tiny_options(config_class: type, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,7 +33,7 @@ KERNELS: dict[str, AttentionKernel] = {
     kernel.name: kernel
     for kernel in (FlashCpuKernel(), FlashCudaKernel(), MaskedSoftmaxKernel())
 }
-"""By name, in the order in which ``auto`` tries them."""
+"""Kernels by name, in the order in which ``auto`` tries them."""
 
 
 def select_kernel(

@@ -31,7 +31,7 @@ class Trajectory:
     trial: int
     reward: float
     messages: tuple[dict[str, Any], ...]
-    """As tau2 records them, with the user's own tool calls."""
+    """Messages as tau2 records them, with the user's own tool calls."""
 
 
 def read_trajectories(

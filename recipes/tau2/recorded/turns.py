@@ -40,7 +40,7 @@ class Template(StrEnum):
     """How a turn begins."""
 
     PLAIN = "plain"
-    """With the reply itself."""
+    """Includes the reply itself."""
     EMPTY_THINK = "empty-think"
     """Qwen3 with thinking off: the prompt ends with empty thoughts."""
     THINK = "think"
