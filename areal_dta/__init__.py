@@ -4,4 +4,4 @@ Imports stay light on purpose: ``import areal_dta.tree`` needs numpy alone and
 ``import areal_dta.executor`` needs torch and transformers, never areal.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
