@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from areal_dta.config.composed import ConfigError
+from areal_dta.processes.slurm_jobs import JOBS_FILE, cancel_leftovers
 from areal_dta.processes.supervisor import Event, Supervisor
 from areal_dta.report.live_table import RunView
 from areal_dta.report.log_alerts import AlertReader
@@ -90,6 +91,7 @@ class Launcher:
 
     def run(self, config_file: Path, overrides: Sequence[str]) -> int:
         """Start the training process; return when all processes of the run are gone."""
+        cancel_leftovers(self.directory / JOBS_FILE)
         self.log_path.write_bytes(b"")
         command = [sys.executable, "-m", "areal_dta.startup.train_process"]
         command += ["--config", str(config_file), *overrides]
@@ -103,7 +105,8 @@ class Launcher:
             with self._view:
                 self._follow(supervisor, alerts)
         finally:
-            supervisor.stop()
+            if (jobs_left := supervisor.stop()) is not None:
+                self._view.message(f"error: {jobs_left}", "red")
             alerts.close()
             for number, handler in previous.items():
                 signal.signal(number, handler)

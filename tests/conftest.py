@@ -1,6 +1,8 @@
 """Set before torch is imported: no compiler, few threads, nothing from a hub."""
 
 import os
+import sys
+from collections.abc import Iterator
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -24,3 +26,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def _no_statistics_left() -> Iterator[None]:
+    """AReaL's trackers are global: what one test logs would be in another's export."""
+    yield
+    if (tracker := sys.modules.get("areal.utils.stats_tracker")) is not None:
+        for each in tracker.TRACKERS.values():
+            each.stats.clear()

@@ -110,6 +110,14 @@ REPAIRS: Final = (
         "`LocalScheduler` watches its processes; its ports do not follow the seed",
     ),
     Repair(
+        "slurm_scheduler.BoundedSlurmScheduler",
+        "The Slurm scheduler ignores the specification's container type, mounts and "
+        "srun arguments, hands its environment variables to containers alone, divides "
+        "by zero GPUs per node, waits for ever for a worker that does not answer, and "
+        "does not notice that a job reached its time limit.",
+        "`SlurmScheduler` heeds `SchedulingSpec`, and its waits end",
+    ),
+    Repair(
         "loopback.use_loopback",
         "Workers, callback server and rollout servers listen on the machine's outward "
         "address without authentication; their RPC calls what it is told to.",

@@ -26,6 +26,7 @@ from typing import Any
 import psutil
 
 from areal_dta.processes.reaper import MARKER, kill_marked, start_reaper
+from areal_dta.processes.slurm_jobs import JOBS_FILE, cancel_recorded
 
 Event = dict[str, Any]
 
@@ -50,7 +51,8 @@ class Supervisor:
     def __init__(self, command: Sequence[str], log_path: Path) -> None:
         become_subreaper()
         self.marker = uuid.uuid4().hex
-        self._reaper = start_reaper(self.marker)
+        self._jobs_file = log_path.with_name(JOBS_FILE)
+        self._reaper = start_reaper(self.marker, log_path.parent)
         self._read_fd, write_fd = os.pipe()
         os.set_blocking(self._read_fd, False)
         self._selector = selectors.DefaultSelector()
@@ -92,8 +94,12 @@ class Supervisor:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
 
-    def stop(self, term_seconds: float = 3.0) -> None:
-        """End everything that is left: SIGTERM, then SIGKILL. Safe to call twice."""
+    def stop(self, term_seconds: float = 3.0) -> str | None:
+        """End everything that is left: SIGTERM, then SIGKILL. Safe to call twice.
+
+        Returns:
+            What to tell the user if Slurm jobs could not be cancelled.
+        """
         alive = self._descendants()
         for process in alive:
             _signal(process, signal.SIGTERM)
@@ -109,13 +115,15 @@ class Supervisor:
             time.sleep(0.05)
         self._wait_for_adopted()
         kill_marked(self.marker)  # where orphans are not adopted (not Linux)
+        left = cancel_recorded(self._jobs_file)
         if self._reaper.stdin is not None:
             self._reaper.stdin.close()
-        self._reaper.wait(timeout=20.0)
+        self._reaper.wait(timeout=120.0)
         self._selector.close()
         if self._read_fd >= 0:
             os.close(self._read_fd)
             self._read_fd = -1
+        return left
 
     def _descendants(self) -> list[psutil.Process]:
         """Return all living processes below the supervisor but the reaper."""

@@ -6,7 +6,10 @@ Everything algorithmic stays AReaL's.
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from areal.infra import RayScheduler
@@ -17,12 +20,15 @@ from areal.utils.saver import Saver
 from areal_dta.areal_fixes.local_scheduler import BoundedLocalScheduler
 from areal_dta.areal_fixes.loopback import use_loopback, workers_on_loopback
 from areal_dta.areal_fixes.registry import check_versions
+from areal_dta.areal_fixes.slurm_scheduler import BoundedSlurmScheduler
 from areal_dta.areal_fixes.trainer_steps import saved_together, start_name_service
 from areal_dta.collector.dispatch import controller_of
 from areal_dta.config.resolved import ResolvedRun
 from areal_dta.engine import engine_class
 from areal_dta.processes.liveness import LivenessMonitor, died, worker_probes
 from areal_dta.processes.ray_cluster import start_ray
+from areal_dta.processes.reaper import MARKER
+from areal_dta.processes.slurm_jobs import JOBS_FILE, record_job, start_record
 from areal_dta.report.batch_sharing import BatchMeter
 from areal_dta.report.step_metrics import StepMetrics
 from areal_dta.trainers.step_record import StepRecorder
@@ -77,7 +83,7 @@ class WatchedTrainer:
         self._undos: list[Callable[[], None]] = []
         self.run = run.for_areal()
         config = self.run.config
-        if config.launch.loopback and config.scheduler.type == "local":
+        if config.launch.loopback and config.scheduler.type != "ray":
             self._undos.append(use_loopback())
             workers_on_loopback(pool.config for pool in self.run.worker_pools)
         start_name_service(config)
@@ -136,10 +142,14 @@ class WatchedTrainer:
 
     def _init_scheduler(self) -> Scheduler:
         config = self.config
-        if config.scheduler.type == "slurm":
-            areal: Any = super()
-            return areal._init_scheduler()
         timeout = config.launch.worker_timeout_seconds
+        if config.scheduler.type == "slurm":
+            root = (config.cluster.fileroot, config.experiment_name, config.trial_name)
+            jobs = Path(*root, JOBS_FILE)
+            jobs.parent.mkdir(parents=True, exist_ok=True)
+            comment = start_record(jobs, os.environ.get(MARKER) or uuid.uuid4().hex)
+            on_job = partial(record_job, jobs)
+            return BoundedSlurmScheduler(config, comment, on_job, timeout)
         if config.scheduler.type == "ray":
             # as AReaL asks Ray for them
             num_cpus = sum(

@@ -24,7 +24,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from areal.api import FinetuneSpec
+from areal.api import FinetuneSpec, Job
 from areal.api.cli_args import (
     AgentConfig,
     NameResolveConfig,
@@ -32,6 +32,7 @@ from areal.api.cli_args import (
     SaverConfig,
 )
 from areal.api.io_struct import ModelResponse
+from areal.infra.scheduler.slurm import SlurmScheduler
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils import logging as areal_logging
 from areal.utils import name_resolve, names
@@ -45,6 +46,7 @@ from areal_dta.areal_fixes.loopback import LOOPBACK
 from areal_dta.areal_fixes.registry import REPAIRS
 from areal_dta.areal_fixes.trainer_steps import critic_stats, saved_together
 from tests.areal_fixes.test_checkpoint_slots import Engine, dump, handler, load
+from tests.areal_fixes.test_slurm_scheduler import SPEC, sbatch_script, slurm_config
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -192,6 +194,16 @@ def test_without_BoundedLocalScheduler(tmp_path: Path) -> None:
     with pytest.raises(InterruptedError):
         stock._configure_worker(worker, 0)
     assert polled.is_set()
+
+
+def test_without_BoundedSlurmScheduler(tmp_path: Path) -> None:
+    stock = SlurmScheduler(exp_config=slurm_config(tmp_path, n_gpus_per_node=8))
+    script = sbatch_script(stock)
+    assert "singularity exec" in script
+    assert "--mpi=pmi2" in script
+    without_gpus = SlurmScheduler(exp_config=slurm_config(tmp_path, n_gpus_per_node=0))
+    with pytest.raises(ZeroDivisionError):
+        without_gpus.create_workers(Job(replicas=1, tasks=[SPEC], role="actor"))
 
 
 def test_without_use_loopback() -> None:

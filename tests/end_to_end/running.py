@@ -59,8 +59,20 @@ class RunningLaunch:
     """A launcher in the background; kills all that is left of its run at the end."""
 
     def __init__(
-        self, cwd: Path, *overrides: str, config: str = "gsm8k_grpo.yaml"
+        self,
+        cwd: Path,
+        *overrides: str,
+        config: str = "gsm8k_grpo.yaml",
+        timeouts: int | None = None,
     ) -> None:
+        """
+        Args:
+            timeouts: seconds to allow for start-up and for a step, where a scheduler
+                takes longer than processes of this machine do.
+        """
+        if timeouts is not None:
+            names = ("startup", "step", "worker")
+            overrides += tuple(f"launch.{n}_timeout_seconds={timeouts}" for n in names)
         self.cwd = cwd
         self._experiment = config.removesuffix(".yaml").replace("_", "-")
         self.output = cwd / "launcher.out"
