@@ -1,10 +1,10 @@
 """Kill what a run leaves behind when its launcher dies without a chance to clean up.
 
 Every process of a run carries `MARKER` in its environment, inherited from the first.
-The launcher starts ``python -m areal_dta.processes.reaper MARKER DIRECTORY`` outside the
+The launcher runs ``python -m areal_dta.processes.reaper MARKER DIRECTORY`` outside the
 run, and holds the write end of its standard input. When the launcher is gone, be it by
-``kill -9``, the kernel closes the pipe, what still carries the marker is killed, and Slurm
-jobs that are recorded in the run's directory are cancelled.
+``kill -9``, the kernel closes the pipe, what still carries the marker is killed, and
+Slurm jobs that are recorded in the run's directory are cancelled.
 """
 
 from __future__ import annotations

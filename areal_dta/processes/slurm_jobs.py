@@ -2,8 +2,8 @@
 
 Jobs outlive the process that submitted them. Their ids, and the comment that they all
 carry, are in a file of the run's directory, which the launcher, its reaper and the next
-start of the same run read. The comment also finds a job whose id was not recorded, since
-the run was killed between submission and record.
+start of the same run read. The comment also finds a job whose id was not recorded: the
+run may have been killed between submission and record.
 """
 
 from __future__ import annotations
