@@ -38,7 +38,7 @@ class BoundedSlurmScheduler(SlurmScheduler):
     ) -> None:
         super().__init__(exp_config=exp_config, startup_timeout=startup_timeout)
         # AReaL divides by it, also for workers that ask for none.
-        self._n_gpus_per_node = max(1, self._n_gpus_per_node)
+        self._n_gpus_per_node = max(1, exp_config.cluster.n_gpus_per_node)
         self._comment = comment
         self._on_job = on_job
 
