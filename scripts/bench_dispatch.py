@@ -15,31 +15,30 @@ generated with the same shape elsewhere (`--data none`).
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import tempfile
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from bench.dispatch_batches import Batch, batch_of, gsm8k, replicated, tau2_workload
-from bench.dispatch_ranks import Assignments, RankJob, RankResult, run_ranks
+from bench.dispatch_ranks import RankJob, RankResult, run_ranks
 from bench.dispatch_table import (
     LEGEND,
     Measured,
     Simulated,
-    header,
     measured_table,
     simulated_table,
 )
 from bench.models import SHAPES, build_model
 from bench.replayed import replay, why_not_replayed
-from bench.table import machine
+from bench.table import benchmark_parser, header, machine
 from bench.workloads import Sizes, Workload
 
 from areal_dta.balance import CostModel, Plan, Pricing, partition
@@ -51,28 +50,25 @@ TAU2 = "tau2-airline"
 FIELD = ("tokens", "tree_tokens")
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def parse_args(argv: Sequence[str] | None) -> Namespace:
+    parser = benchmark_parser(__doc__)
     add = parser.add_argument
     add("--ranks", default="1,2,4,8,16,64,256,1024", help="simulated; comma separated")
     add("--sequences", default="500,100000", help="of a simulated batch")
     add("--real-ranks", default="1,2,4", help="on this machine, or none")
-    add("--model", choices=SHAPES, default="20m", help="shape; weights are random")
     add("--path-tokens", type=int, default=1000, help="of the real batch, about")
     add("--real-sequences", type=int, default=64)
     add("--repeats", type=int, default=3, help="of each real plan")
     add("--block-tokens", type=int, default=512)
     add("--data", choices=("auto", "none"), default="auto")
     add("--timeout", type=float, default=600.0, help="seconds for one set of ranks")
-    add("--seed", type=int, default=0)
-    add("--json", type=Path, metavar="FILE")
     return parser.parse_args(argv)
 
 
 class Dispatch:
     """The benchmark; its cost model gets better from what real ranks measure."""
 
-    def __init__(self, args: argparse.Namespace, replayed: Path | None) -> None:
+    def __init__(self, args: Namespace, replayed: Path | None) -> None:
         self.args, self._replayed = args, replayed
         config = build_model(args.model, torch.float32, torch.device("meta"), 0).config
         self._flops = FlopModel.from_config(config)
@@ -94,39 +90,32 @@ class Dispatch:
         batch = batch_of(workload, groups)
         _say(f"real: {len(batch.order)} sequences, one rank to learn from")
         everything = self._plans(batch, 1)["tokens"].assignments
-        (first,) = self._run(workload, 1, everything, {}, repeats=0)
+        job = RankJob(
+            model=args.model,
+            workload=workload,
+            seed=args.seed,
+            block_tokens=args.block_tokens,
+            repeats=0,
+            warm_up=everything,
+            plans={},
+            timeout_seconds=args.timeout,
+        )
+        (first,) = run_ranks(job, 1)
         self.cost.observe(np.array(first.samples))
         rows = []
         for num_ranks in rank_counts:
             _say(f"real: {num_ranks} ranks")
             plans = self._plans(batch, num_ranks)
             assignments = {name: plan.assignments for name, plan in plans.items()}
-            results = self._run(
-                workload, num_ranks, assignments["tokens"], assignments, args.repeats
+            job = replace(
+                job,
+                repeats=args.repeats,
+                warm_up=assignments["tokens"],
+                plans=assignments,
             )
+            results = run_ranks(job, num_ranks)
             rows += self._compare(workload, plans, results)
         return rows
-
-    def _run(
-        self,
-        workload: Workload,
-        num_ranks: int,
-        warm_up: Assignments,
-        plans: dict[str, Assignments],
-        repeats: int,
-    ) -> list[RankResult]:
-        args = self.args
-        job = RankJob(
-            model=args.model,
-            workload=workload,
-            seed=args.seed,
-            block_tokens=args.block_tokens,
-            repeats=repeats,
-            warm_up=warm_up,
-            plans=plans,
-            timeout_seconds=args.timeout,
-        )
-        return run_ranks(job, num_ranks)
 
     def _plans(self, batch: Batch, num_ranks: int) -> dict[str, Plan]:
         def plan(methods: Sequence[str] | None, moves: bool) -> Plan:
@@ -234,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "seed": args.seed,
     }
     content: dict[str, Any] = {"machine": where, "run": what}
-    print(header(where, what), flush=True)
+    print(header("Dispatch", where, what), flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         replayed = None
         if missing is None:

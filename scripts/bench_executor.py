@@ -31,7 +31,14 @@ import torch
 from bench.measure import CLOCKS, Bench
 from bench.models import SHAPES, build_model
 from bench.replayed import DOMAINS, replay, why_not_replayed
-from bench.table import LEGEND, WorkloadReport, header, machine, workload_section
+from bench.table import (
+    LEGEND,
+    benchmark_parser,
+    header,
+    machine,
+    workload_report,
+    workload_section,
+)
 from bench.variants import VARIANTS, make_variant, parse_budgets
 from bench.workloads import (
     TEMPLATES,
@@ -50,16 +57,13 @@ DTYPES = {
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = benchmark_parser(__doc__)
     add = parser.add_argument
-    add("--model", choices=SHAPES, default="20m", help="shape; weights are random")
     add("--workloads", default=",".join(WORKLOADS), help="comma separated")
     add("--variants", default=",".join(VARIANTS), help="also dta@BLOCK/RETAIN")
     add("--dtype", choices=DTYPES, default="float32")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     add("--threads", type=int, default=1, help="of the CPU")
-    add("--seed", type=int, default=0)
-    add("--json", type=Path, metavar="FILE")
 
     time_group = parser.add_argument_group("how long")
     add = time_group.add_argument
@@ -148,7 +152,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "block_tokens": args.block_tokens,
         "retain_tokens": args.retain_tokens,
     }
-    print(header(where, what), flush=True)
+    print(header("Executor", where, what), flush=True)
     reports: list[dict[str, Any]] = []
     for workload in workloads:
         work = Work.of(workload, device, args.seed)
@@ -156,9 +160,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         measurements = bench.measure(
             work, args.repeats, args.dense_sample, args.max_seconds, say
         )
-        report = WorkloadReport.of(work, measurements)
-        print(workload_section(report), flush=True)
-        reports.append(report.as_dict())
+        reports.append(workload_report(work, measurements))
+        print(workload_section(reports[-1]), flush=True)
         if args.json is not None:  # after each, so that a run cut short leaves some
             content = {"machine": where, "run": what, "workloads": reports}
             args.json.write_text(json.dumps(content, indent=1) + "\n")

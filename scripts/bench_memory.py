@@ -10,19 +10,18 @@ allocator held.
 
 from __future__ import annotations
 
-import argparse
 import json
+from argparse import Namespace
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from bench.measure import peak_bytes
 from bench.models import SHAPES, build_model
-from bench.table import header, machine
+from bench.table import benchmark_parser, header, machine, markdown_table
 from bench.variants import make_variant
-from bench.workloads import Work, Workload
+from bench.workloads import Sizes, Work, star
 
 VARIANTS = {
     "dense": "dense, one sequence at a time",
@@ -32,36 +31,15 @@ VARIANTS = {
 }
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def parse_args(argv: Sequence[str] | None) -> Namespace:
+    parser = benchmark_parser(__doc__)
     add = parser.add_argument
-    add("--model", choices=SHAPES, default="20m", help="shape; weights are random")
     add("--trunk-tokens", type=int, default=512)
     add("--branch-tokens", type=int, default=48)
     add("--branches", default="1,4,16,64,256", help="comma separated")
     add("--most-packed", type=int, default=64, help="branches; its mask is quadratic")
-    add("--seed", type=int, default=0)
-    add("--json", type=Path, metavar="FILE")
     add("--plot", type=Path, metavar="PNG")
     return parser.parse_args(argv)
-
-
-def star(num_branches: int, trunk: int, branch: int, vocab: int, seed: int) -> Workload:
-    """Generate a trunk and its branches; the branches carry loss."""
-    rng = np.random.default_rng(seed)
-    shared = rng.integers(0, vocab, trunk)
-    sequences = []
-    for i in range(num_branches):
-        own = rng.integers(0, vocab, branch)
-        own[0] = i
-        sequences.append(np.concatenate([shared, own]))
-    mask = np.arange(trunk + branch) >= trunk
-    return Workload(
-        f"{num_branches} branches",
-        "generated",
-        tuple(sequences),
-        (mask,) * num_branches,
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -69,12 +47,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = build_model(args.model, torch.float32, device, args.seed)
-    vocab = SHAPES[args.model]["vocab_size"]
+    vocab_size = SHAPES[args.model]["vocab_size"]
+    sizes = Sizes(vocab_size, args.seed, prompt_tokens=args.trunk_tokens)
     branches = [int(n) for n in args.branches.split(",")]
     peaks: dict[str, list[int | None]] = {name: [] for name in VARIANTS}
     for num_branches in branches:
         workload = star(
-            num_branches, args.trunk_tokens, args.branch_tokens, vocab, args.seed
+            f"{num_branches} branches", num_branches, args.branch_tokens, sizes
         )
         work = Work.of(workload, device, args.seed)
         for name in VARIANTS:
@@ -95,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "branches": f"{args.branch_tokens} tokens each",
         "seed": args.seed,
     }
-    print(header(where, what))
+    print(header("Memory", where, what))
     print(table(branches, peaks))
     if args.json is not None:
         content = {"machine": where, "run": what, "branches": branches, "peaks": peaks}
@@ -106,16 +85,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def table(branches: Sequence[int], peaks: dict[str, list[int | None]]) -> str:
     """Format the peaks as Markdown, in MiB."""
-    lines = [
-        "| peak memory, MiB | "
-        + " | ".join(f"{n} branch" + "es" * (n > 1) for n in branches)
-        + " |",
-        "|---|" + "---:|" * len(branches),
+    titles = [f"{n} branch" + "es" * (n > 1) for n in branches]
+    rows = [
+        [VARIANTS[name], *("–" if v is None else f"{v / 2**20:.1f}" for v in values)]
+        for name, values in peaks.items()
     ]
-    for name, values in peaks.items():
-        cells = ["–" if v is None else f"{v / 2**20:.1f}" for v in values]
-        lines.append(f"| {VARIANTS[name]} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return markdown_table(["peak memory, MiB", *titles], rows)
 
 
 def plot(

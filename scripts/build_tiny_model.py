@@ -29,6 +29,7 @@ from tiny_model.tokenizer import (
     save_tokenizer,
     train_tokenizer,
 )
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from areal_dta.embedded.problems import iter_problems
@@ -72,14 +73,6 @@ STAGES: tuple[Stage, ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Right-padded sequences; `weights` is 0 on padding. Shapes [B, T]."""
-
-    input_ids: torch.Tensor
-    weights: torch.Tensor
-
-
 def build_model() -> Qwen3ForCausalLM:
     config = Qwen3Config(
         vocab_size=VOCAB_SIZE,
@@ -117,7 +110,8 @@ def iter_samples(
 
 def iter_batches(
     tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: int
-) -> Iterator[Batch]:
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Generate batches endlessly, see `collate`."""
     samples = iter_samples(tokenizer, stage.mix, seed)
     rng = random.Random(seed)
     while True:
@@ -129,14 +123,15 @@ def iter_batches(
             yield collate(pool[start : start + BATCH_SIZE], tokenizer.pad_token_id)
 
 
-def collate(samples: list[tuple[list[int], list[float]]], pad_token_id: int) -> Batch:
-    length = max(len(ids) for ids, _ in samples)
-    input_ids = torch.full((len(samples), length), pad_token_id)
-    weights = torch.zeros(len(samples), length)
-    for row, (ids, sample_weights) in enumerate(samples):
-        input_ids[row, : len(ids)] = torch.tensor(ids)
-        weights[row, : len(ids)] = torch.tensor(sample_weights)
-    return Batch(input_ids, weights)
+def collate(
+    samples: list[tuple[list[int], list[float]]], pad_token_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return right-padded token ids and weights, both [B, T]; padding weighs 0."""
+    ids, weights = zip(*samples, strict=True)
+    return (
+        pad_sequence(list(map(torch.tensor, ids)), True, pad_token_id),
+        pad_sequence(list(map(torch.tensor, weights)), True),
+    )
 
 
 def train(
@@ -159,15 +154,16 @@ def train(
     model.train()
     started = time.process_time()
     batches = iter_batches(tokenizer, stage, seed)
-    for step, batch in enumerate(islice(batches, stage.num_steps), start=1):
+    for step in range(1, stage.num_steps + 1):
+        input_ids, weights = next(batches)
         # Causal attention never looks right, so right padding needs no mask.
-        logits_BTV = model(input_ids=batch.input_ids, use_cache=False).logits
+        logits_BTV = model(input_ids=input_ids, use_cache=False).logits
         losses = F.cross_entropy(
             logits_BTV[:, :-1].flatten(0, 1),
-            batch.input_ids[:, 1:].flatten(),
+            input_ids[:, 1:].flatten(),
             reduction="none",
         )
-        weights = batch.weights[:, 1:].flatten()
+        weights = weights[:, 1:].flatten()
         loss = (losses * weights).sum() / weights.sum()
         optimizer.zero_grad()
         loss.backward()

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from areal_dta.tree import LeafOrder, PrefixTree
 from bench.workloads import EPISODES, Sizes, Workload, load, tau2
+from recipes.tau2.recorded.sequences import load_sequences
 
 IntArray = NDArray[np.int64]
 
@@ -54,8 +55,7 @@ def tau2_workload(
         episode = np.arange(len(workload.sequences)) // EPISODES[name].num_calls
         return workload, episode.astype(np.int64)
     workload = load(name, replayed, sizes)
-    with np.load(replayed, allow_pickle=False) as data:
-        tasks = data["task_id"][: len(workload.sequences)]
+    tasks = load_sequences(replayed).task_id[: len(workload.sequences)]
     return workload, np.unique(tasks, return_inverse=True)[1].reshape(-1)
 
 

@@ -9,7 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing import ProcessException, spawn
 
 from areal_dta.areal_fixes.loopback import LOOPBACK_ENV
 from areal_dta.executor import ExecutorConfig, TreeExecutor
@@ -60,37 +61,22 @@ def run_ranks(job: RankJob, num_ranks: int) -> list[RankResult]:
     Raises:
         RuntimeError: a rank failed, or they took longer than the time-out.
     """
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_rank, args=(job, rank, num_ranks, folder))
-            for rank in range(num_ranks)
-        ]
+        ranks = spawn(_rank, (job, num_ranks, folder), num_ranks, join=False)
         deadline = time.monotonic() + job.timeout_seconds
         try:
-            for process in processes:
-                process.start()
-            while True:
-                alive = any(p.is_alive() for p in processes)
-                failed = [r for r, p in enumerate(processes) if p.exitcode]
-                if failed:
-                    raise RuntimeError(
-                        f"rank {failed[0]} failed, see its message above"
-                    )
-                if not alive:
-                    break
+            while not ranks.join(timeout=max(0.0, deadline - time.monotonic())):
                 if time.monotonic() > deadline:
                     raise RuntimeError(
                         f"{num_ranks} ranks took more than {job.timeout_seconds:.0f} s;"
                         " make the work smaller or raise --timeout"
                     )
-                time.sleep(0.05)
+        except ProcessException as error:
+            raise RuntimeError(f"rank {error.error_index} failed: {error}") from error
         finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                if process.pid is not None:
-                    process.join()
+            for process in ranks.processes:
+                process.kill()
+                process.join()
         contents = [
             json.loads((Path(folder) / f"{rank}.json").read_text())
             for rank in range(num_ranks)
@@ -98,7 +84,7 @@ def run_ranks(job: RankJob, num_ranks: int) -> list[RankResult]:
     return [RankResult(**content) for content in contents]
 
 
-def _rank(job: RankJob, rank: int, num_ranks: int, folder: str) -> None:
+def _rank(rank: int, job: RankJob, num_ranks: int, folder: str) -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.dup2(2, 1)  # gloo reports on stdout, where the tables go
     os.environ.update(LOOPBACK_ENV)
@@ -112,7 +98,7 @@ def _rank(job: RankJob, rank: int, num_ranks: int, folder: str) -> None:
     )
     try:
         result = _measure(job, rank)
-        (Path(folder) / f"{rank}.json").write_text(json.dumps(result))
+        (Path(folder) / f"{rank}.json").write_text(json.dumps(asdict(result)))
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -126,7 +112,7 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _measure(job: RankJob, rank: int) -> dict[str, Any]:
+def _measure(job: RankJob, rank: int) -> RankResult:
     model = build_model(job.model, torch.float32, torch.device("cpu"), job.seed)
     executor = TreeExecutor(model, ExecutorConfig(block_tokens=job.block_tokens))
     whole = Work.of(job.workload, torch.device("cpu"), job.seed)
@@ -159,12 +145,7 @@ def _measure(job: RankJob, rank: int) -> dict[str, Any]:
             if assignments[rank]:
                 blocks[name] += (list(s.to_floats()) for s in executor.last_samples)
             checksum[name] = _checksum(model)
-    return {
-        "samples": samples,
-        "blocks": blocks,
-        "seconds": seconds,
-        "checksum": checksum,
-    }
+    return RankResult(samples, blocks, seconds, checksum)
 
 
 def _checksum(model: Any) -> float:

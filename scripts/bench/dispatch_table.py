@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from bench.table import markdown_table
 
 LEGEND = """\
 Makespan: seconds of the slowest rank; ideal: the whole batch on one rank, over the
@@ -60,22 +61,22 @@ def simulated_table(rows: Sequence[Simulated]) -> str:
     titles = ["batch", "sequences", "ranks"]
     titles += [f"{m}: makespan / ideal" for m in METHODS]
     titles += ["tokens: repeated", "ours: repeated", "ours: slowest / mean", "plan s"]
-    lines = [_line(titles), "|---" + "|---:" * (len(titles) - 1) + "|"]
+    table = []
     for r in rows:
         cells = [r.batch, f"{r.num_sequences:,}", f"{r.num_ranks:,}"]
         cells += [f"{r.over_ideal[m]:.3f}" for m in METHODS]
         for method in ("tokens", "ours"):
             cells.append(f"{r.repeated_tokens[method] / r.num_tree_tokens:.1%}")
         cells += [f"{r.imbalance:.3f}", f"{r.planning_seconds:.2f}"]
-        lines.append(_line(cells))
-    return "\n".join(lines) + "\n"
+        table.append(cells)
+    return markdown_table(titles, table)
 
 
 def measured_table(rows: Sequence[Measured]) -> str:
     titles = ["ranks", "plan", "tree tokens", "predicted s", "measured s"]
     titles += ["measured / predicted", "slowest / mean, measured"]
     titles += ["blocks learned from", "median block error", "gradient norm"]
-    lines = [_line(titles), "|---:|---" + "|---:" * (len(titles) - 2) + "|"]
+    table = []
     for r in rows:
         mean = sum(r.measured_seconds) / len(r.measured_seconds)
         cells = [str(r.num_ranks), r.method, f"{r.num_tree_tokens:,}"]
@@ -84,21 +85,5 @@ def measured_table(rows: Sequence[Measured]) -> str:
         cells.append(f"{max(r.measured_seconds) / mean:.3f}")
         cells += [f"{r.num_blocks_learned}", f"{r.block_error:.1%}"]
         cells.append(f"{r.gradient_norm:.6g}")
-        lines.append(_line(cells))
-    return "\n".join(lines) + "\n"
-
-
-def header(where: dict[str, Any], what: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {v}" for name, v in where["versions"].items())
-    options = ", ".join(f"{name} {value}" for name, value in what.items())
-    return (
-        "## Dispatch benchmark\n\n"
-        f"- machine: {where['processor']}, {where['cores']} cores, load average "
-        f"{where['load_average']} at the start\n"
-        f"- versions: {versions}\n"
-        f"- {options}\n"
-    )
-
-
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+        table.append(cells)
+    return markdown_table(titles, table, left=(1,))

@@ -202,8 +202,10 @@ class Bench:
                 result.num_tokens = counts.num_tokens
             except torch.OutOfMemoryError:
                 result.failure = "out of memory"
-            self._drop_gradients()
-            self._empty_cache()  # later variants must not suffer from its blocks
+            self.model.zero_grad(set_to_none=True)
+            if self._device.type == "cuda":  # its blocks must not harm later variants
+                gc.collect()
+                torch.cuda.empty_cache()
 
     def _run_counted(self, variant: Variant, work: Work) -> tuple[RunCounts, int]:
         """Return counts and peak bytes; the gradients stay in the model."""
@@ -234,7 +236,7 @@ class Bench:
                 results[i].ratios.append(ratio)
 
     def _timed(self, variant: Variant, work: Work) -> float:
-        self._drop_gradients()
+        self.model.zero_grad(set_to_none=True)
         self._synchronize()
         start = self._clock()
         variant.run(work)
@@ -256,14 +258,6 @@ class Bench:
             difference += float((grad.double() - wanted).square().sum())
             norm += float(wanted.square().sum())
         return (difference / norm) ** 0.5 if norm else difference**0.5
-
-    def _drop_gradients(self) -> None:
-        self.model.zero_grad(set_to_none=True)
-
-    def _empty_cache(self) -> None:
-        if self._device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

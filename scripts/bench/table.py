@@ -1,11 +1,12 @@
-"""Reports measurements as Markdown and as plain data for JSON."""
+"""The options that all benchmarks have, and reports as Markdown and as JSON data."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import transformers
 
 import areal_dta
 from bench.measure import Measurement
+from bench.models import SHAPES
 from bench.workloads import Work
 
 LEGEND = """\
@@ -27,43 +29,45 @@ packed attends through sdpa with a dense mask. ~: measured on some sequences and
 by FLOPs; its blocks, tokens run and peak are those of the sample, longest included."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkloadReport:
-    """Report on one workload: one table."""
+def benchmark_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options that all benchmarks have.
 
-    name: str
-    source: str
-    num_sequences: int
-    num_sequence_tokens: int
-    num_tree_tokens: int
-    num_nodes: int
-    num_loss_tokens: int
-    longest_tokens: int
-    measurements: tuple[Measurement, ...]
+    Args:
+        doc: docstring of the script; its first line says what it does.
+    """
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    add = parser.add_argument
+    add("--model", choices=SHAPES, default="20m", help="shape; weights are random")
+    add("--seed", type=int, default=0)
+    add("--json", type=Path, metavar="FILE")
+    return parser
 
-    @classmethod
-    def of(cls, work: Work, measurements: Sequence[Measurement]) -> WorkloadReport:
-        return cls(
-            name=work.workload.name,
-            source=work.workload.source,
-            num_sequences=work.num_sequences,
-            num_sequence_tokens=work.tree.num_sequence_tokens,
-            num_tree_tokens=work.tree.num_tree_tokens,
-            num_nodes=len(work.tree.nodes),
-            num_loss_tokens=work.workload.num_loss_tokens,
-            longest_tokens=work.tree.max_depth,
-            measurements=tuple(measurements),
-        )
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data, with the derived numbers beside the raw ones."""
-        data = asdict(self)
-        for entry, m in zip(data["measurements"], self.measurements, strict=True):
-            entry["median_seconds"] = m.median_seconds
-            entry["tokens_per_second"] = _tokens_per_second(self, m)
-            entry["ratio"] = m.ratio
-            entry["efficiency"] = m.efficiency
-        return data
+def workload_report(work: Work, measurements: Sequence[Measurement]) -> dict[str, Any]:
+    """Return plain data on one workload, with the derived numbers beside the raw."""
+    num_tokens = work.tree.num_sequence_tokens
+
+    def measured(m: Measurement) -> dict[str, Any]:
+        seconds = m.median_seconds
+        return {
+            **asdict(m),
+            "median_seconds": seconds,
+            "tokens_per_second": num_tokens / seconds if seconds else None,
+            "ratio": m.ratio,
+            "efficiency": m.efficiency,
+        }
+
+    return {
+        "name": work.workload.name,
+        "source": work.workload.source,
+        "num_sequences": work.num_sequences,
+        "num_sequence_tokens": num_tokens,
+        "num_tree_tokens": work.tree.num_tree_tokens,
+        "num_nodes": len(work.tree.nodes),
+        "num_loss_tokens": work.workload.num_loss_tokens,
+        "longest_tokens": work.tree.max_depth,
+        "measurements": [measured(m) for m in measurements],
+    }
 
 
 def machine(device: torch.device) -> dict[str, Any]:
@@ -85,13 +89,13 @@ def machine(device: torch.device) -> dict[str, Any]:
     }
 
 
-def header(where: dict[str, Any], what: dict[str, Any]) -> str:
+def header(title: str, where: dict[str, Any], what: dict[str, Any]) -> str:
     """Format the header; ``what`` is shown as it is: model, dtype, seed, budgets."""
     versions = ", ".join(f"{name} {v}" for name, v in where["versions"].items())
     device = "" if where["device"] == "cpu" else f"{where['device']}, "
     options = ", ".join(f"{name} {value}" for name, value in what.items())
     return (
-        "## Executor benchmark\n\n"
+        f"## {title} benchmark\n\n"
         f"- machine: {device}{where['processor']}, {where['cores']} cores, "
         f"{where['threads']} thread(s) used, load average {where['load_average']} "
         "at the start\n"
@@ -100,61 +104,67 @@ def header(where: dict[str, Any], what: dict[str, Any]) -> str:
     )
 
 
-def workload_section(report: WorkloadReport) -> str:
-    """Format a headline with the counts of the workload, and its table."""
-    sharing = report.num_sequence_tokens / max(1, report.num_tree_tokens)
-    loss_share = report.num_loss_tokens / max(1, report.num_sequence_tokens)
-    lines = [
-        f"### {report.name}",
-        "",
-        f"{report.num_sequences} sequences, {report.num_sequence_tokens:,} tokens, "
-        f"{report.num_tree_tokens:,} in the tree ({sharing:.2f}x shared, "
-        f"{report.num_nodes} nodes), longest {report.longest_tokens:,}, "
-        f"{loss_share:.2%} with loss; {report.source}",
-        "",
-        "| " + " | ".join(title for title, _ in _COLUMNS) + " |",
-        "|---" + "|---:" * (len(_COLUMNS) - 1) + "|",
-    ]
-    for m in report.measurements:
-        cells = [cell(report, m) for _, cell in _COLUMNS]
-        lines.append("| " + " | ".join(cells) + " |")
+def markdown_table(
+    titles: Sequence[str], rows: Iterable[Sequence[str]], left: Sequence[int] = (0,)
+) -> str:
+    """Format a Markdown table; the columns ``left`` are aligned left, others right."""
+    rule = ["---" if i in left else "---:" for i in range(len(titles))]
+    lines = [f"| {' | '.join(titles)} |", f"|{'|'.join(rule)}|"]
+    lines += [f"| {' | '.join(row)} |" for row in rows]
     return "\n".join(lines) + "\n"
 
 
-def _tokens_per_second(report: WorkloadReport, m: Measurement) -> float | None:
-    seconds = m.median_seconds
-    return report.num_sequence_tokens / seconds if seconds else None
+def workload_section(report: dict[str, Any]) -> str:
+    """Format a headline with the counts of the workload, and its table."""
+    sharing = report["num_sequence_tokens"] / max(1, report["num_tree_tokens"])
+    loss_share = report["num_loss_tokens"] / max(1, report["num_sequence_tokens"])
+    rows = [
+        [cell(report, m) for cell in _COLUMNS.values()] for m in report["measurements"]
+    ]
+    return (
+        f"### {report['name']}\n\n"
+        f"{report['num_sequences']} sequences, "
+        f"{report['num_sequence_tokens']:,} tokens, "
+        f"{report['num_tree_tokens']:,} in the tree ({sharing:.2f}x shared, "
+        f"{report['num_nodes']} nodes), longest {report['longest_tokens']:,}, "
+        f"{loss_share:.2%} with loss; {report['source']}\n\n"
+        + markdown_table(list(_COLUMNS), rows)
+    )
 
 
-def _seconds(report: WorkloadReport, m: Measurement) -> str:
-    if m.failure is not None:
-        return m.failure
-    text = _number(m.median_seconds, ".3f")
-    if m.sample is None:
+def _seconds(report: dict[str, Any], m: dict[str, Any]) -> str:
+    if m["failure"] is not None:
+        return str(m["failure"])
+    text = _number("median_seconds", ".3f")(report, m)
+    if m["sample"] is None:
         return text
-    return f"~{text} ({m.sample} of {report.num_sequences})"
+    return f"~{text} ({m['sample']} of {report['num_sequences']})"
 
 
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def _memory(report: dict[str, Any], m: dict[str, Any]) -> str:
+    peak = m["peak_bytes"]
+    return "-" if peak is None else f"{peak / 2**20:,.1f} MiB"
 
 
-def _memory(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / 2**20:,.1f} MiB"
+Cell = Callable[[dict[str, Any], dict[str, Any]], str]
 
 
-_COLUMNS: list[tuple[str, Callable[[WorkloadReport, Measurement], str]]] = [
-    ("variant", lambda r, m: m.variant),
-    ("seconds", _seconds),
-    ("tokens/s", lambda r, m: _number(_tokens_per_second(r, m), ",.0f")),
-    ("ratio to dense", lambda r, m: _number(m.ratio, ".2f")),
-    ("FLOP bound", lambda r, m: _number(m.bound, ".2f")),
-    ("efficiency", lambda r, m: _number(m.efficiency, ".2f")),
-    ("peak memory", lambda r, m: _memory(m.peak_bytes)),
-    ("blocks", lambda r, m: _number(m.num_blocks, ",")),
-    ("tokens run", lambda r, m: _number(m.num_tokens, ",")),
-    ("gradient error", lambda r, m: _number(m.gradient_error, ".1e")),
-]
+def _number(key: str, form: str) -> Cell:
+    return lambda _, m: "-" if m[key] is None else format(m[key], form)
+
+
+_COLUMNS: dict[str, Cell] = {
+    "variant": lambda _, m: str(m["variant"]),
+    "seconds": _seconds,
+    "tokens/s": _number("tokens_per_second", ",.0f"),
+    "ratio to dense": _number("ratio", ".2f"),
+    "FLOP bound": _number("bound", ".2f"),
+    "efficiency": _number("efficiency", ".2f"),
+    "peak memory": _memory,
+    "blocks": _number("num_blocks", ","),
+    "tokens run": _number("num_tokens", ","),
+    "gradient error": _number("gradient_error", ".1e"),
+}
 
 
 def _processor() -> str:

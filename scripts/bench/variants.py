@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,23 +39,27 @@ class RunCounts:
     """Tokens run forward, recomputed ones counted again."""
 
 
-class Variant(Protocol):
-    name: str
+class Variant:
+    """Base of the variants: one whole tree, with outputs at every position."""
+
+    def __init__(self, name: str, model: Any) -> None:
+        self.name, self._model = name, model
+        self._flops = FlopModel.from_config(model.config)
 
     def run(self, work: Work) -> RunCounts:
         """Add the gradients of all of ``work`` to the model's ``.grad``."""
-        ...
+        raise NotImplementedError
 
     def sample(self, work: Work, num_sequences: int) -> Work:
         """Return work to measure in place of ``work``; ``work`` if it cannot be cut."""
-        ...
+        return work
 
     def min_flops(self, work: Work) -> float:
         """Return the FLOPs of computing once all that this variant computes."""
-        ...
+        return self._flops.tree(work.tree)
 
 
-class PerSequence:
+class PerSequence(Variant):
     """Runs whole sequences, one call each."""
 
     def __init__(
@@ -66,9 +70,8 @@ class PerSequence:
         checkpointing: bool = False,
         merge_prefixes: bool = False,
     ) -> None:
-        self.name, self._model = name, model
+        super().__init__(name, model)
         self._checkpointing, self._merge_prefixes = checkpointing, merge_prefixes
-        self._flops = FlopModel.from_config(model.config)
 
     def run(self, work: Work) -> RunCounts:
         groups = self._groups(work)
@@ -118,17 +121,11 @@ class PerSequence:
         return self._flops.dense(len(work.tokens[g[0]]) for g in self._groups(work))
 
 
-class Packed:
+class Packed(Variant):
     """Runs a whole tree in one call: depths as positions, ancestors as the mask.
 
     A workload of several unrelated trees takes one call each.
     """
-
-    name = "packed"
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self._flops = FlopModel.from_config(model.config)
 
     def run(self, work: Work) -> RunCounts:
         nodes = work.tree.nodes
@@ -179,23 +176,16 @@ class Packed:
             losses.append(work.loss(i, logprob_E[index[1:] - 1], entropy_S[index[:-1]]))
         torch.stack(losses).sum().backward()
 
-    def sample(self, work: Work, num_sequences: int) -> Work:
-        return work
 
-    def min_flops(self, work: Work) -> float:
-        return self._flops.tree(work.tree)
-
-
-class Tree:
+class Tree(Variant):
     """The executor, with outputs at every position or at loss positions only."""
 
     def __init__(
         self, name: str, model: Any, config: ExecutorConfig, loss_positions_only: bool
     ) -> None:
-        self.name = name
+        super().__init__(name, model)
         self._executor = TreeExecutor(model, config)
         self._loss_positions_only = loss_positions_only
-        self._flops = FlopModel.from_config(model.config)
 
     def run(self, work: Work) -> RunCounts:
         positions = work.positions if self._loss_positions_only else None
@@ -204,12 +194,9 @@ class Tree:
         assert stats is not None
         return RunCounts(stats.num_blocks, stats.num_forward_tokens)
 
-    def sample(self, work: Work, num_sequences: int) -> Work:
-        return work
-
     def min_flops(self, work: Work) -> float:
         if not self._loss_positions_only:
-            return self._flops.tree(work.tree)
+            return super().min_flops(work)
         return self._flops.tree(
             work.tree, needed=NeededOutputs.logprobs_at(work.tree, work.positions)
         )
@@ -265,7 +252,7 @@ VARIANTS: dict[str, Callable[[Any], Variant]] = {
     "dense": lambda model: PerSequence("dense", model),
     "dense_ckpt": lambda model: PerSequence("dense_ckpt", model, checkpointing=True),
     "leaf": lambda model: PerSequence("leaf", model, merge_prefixes=True),
-    "packed": Packed,
+    "packed": lambda model: Packed("packed", model),
     "dfs": _dfs,
     "dta": lambda model: Tree("dta", model, ExecutorConfig(), True),
 }

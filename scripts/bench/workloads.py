@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_dta.tree import PrefixTree
+from recipes.tau2.recorded.sequences import load_sequences
 
 TokenArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
@@ -184,19 +185,19 @@ def tau2(name: str, sizes: Sizes) -> Workload:
     return Workload(name, "generated", tuple(sequences), tuple(masks))
 
 
-def grpo_short(answer_tokens: int, sizes: Sizes) -> Workload:
-    """Generate one prompt and 16 answers, which carry the loss."""
+def star(name: str, num_branches: int, branch_tokens: int, sizes: Sizes) -> Workload:
+    """Generate one prompt and equally long branches, which carry the loss."""
     rng = np.random.default_rng(sizes.seed)
     prompt = _random_tokens(rng, sizes.prompt_tokens, sizes.vocab_size)
-    answers = [
-        _random_tokens(rng, answer_tokens, sizes.vocab_size)
-        for _ in range(GRPO_ANSWERS)
+    branches = [
+        _random_tokens(rng, branch_tokens, sizes.vocab_size)
+        for _ in range(num_branches)
     ]
-    for i, answer in enumerate(answers):  # they differ from the first token on
-        answer[0] = i
-    sequences = tuple(np.concatenate([prompt, answer]) for answer in answers)
-    masks = tuple(_tail_mask(len(s), answer_tokens) for s in sequences)
-    return Workload(f"grpo-short/{answer_tokens}", "generated", sequences, masks)
+    for i, branch in enumerate(branches):  # they differ from the first token on
+        branch[0] = i
+    sequences = tuple(np.concatenate([prompt, branch]) for branch in branches)
+    masks = tuple(_tail_mask(len(s), branch_tokens) for s in sequences)
+    return Workload(name, "generated", sequences, masks)
 
 
 def no_sharing(sizes: Sizes) -> Workload:
@@ -214,34 +215,20 @@ def no_sharing(sizes: Sizes) -> Workload:
 
 
 def load(name: str, path: Path, sizes: Sizes) -> Workload:
-    """Read replayed episodes: flat ``tokens``, ``offsets`` [n + 1], ``loss_mask``.
+    """Read replayed episodes, the output of recipes/tau2/replay.py.
 
     Ids beyond the model's vocabulary are renumbered (equal stays equal).
 
     Raises:
         ValueError: the file is not of that form; names it and what was found.
     """
-    with np.load(path, allow_pickle=False) as data:
-        missing = {"tokens", "offsets", "loss_mask"} - set(data.files)
-        if missing:
-            raise ValueError(
-                f"{path} lacks {sorted(missing)}, it holds {sorted(data.files)}; "
-                "expected the output of recipes/tau2/replay.py"
-            )
-        tokens, offsets = data["tokens"].astype(np.int64), data["offsets"]
-        loss_mask = data["loss_mask"].astype(bool)
-    if len(offsets) < 2 or offsets[-1] != len(tokens) or len(loss_mask) != len(tokens):
-        raise ValueError(
-            f"{path}: {len(tokens)} tokens, {len(loss_mask)} mask entries and offsets "
-            f"up to {offsets[-1] if len(offsets) else 'none'}; expected them equal, "
-            "and at least one sequence"
-        )
-    bounds = list(zip(offsets[:-1], offsets[1:], strict=True))
-    masks = [loss_mask[a:b].copy() for a, b in bounds]
+    batch = load_sequences(path)
+    indices = range(batch.num_sequences)
+    sequences = tuple(batch.sequence(i).astype(np.int64) for i in indices)
+    masks = tuple(batch.mask(i).copy() for i in indices)
     for mask in masks:
         mask[:1] = False  # nothing predicts a first token
-    sequences = tuple(tokens[a:b] for a, b in bounds)
-    workload = limited(Workload(name, path.name, sequences, tuple(masks)), sizes)
+    workload = limited(Workload(name, path.name, sequences, masks), sizes)
     if sizes.path_tokens is not None:
         workload = thinned(workload, sizes.path_tokens)
     return renumbered(workload, sizes.vocab_size)
@@ -322,7 +309,9 @@ def make_workloads(
 WORKLOADS: dict[str, Callable[[Sizes, Sequence[int]], list[Workload]]] = {
     "tau2-airline": lambda sizes, _: [tau2("tau2-airline", sizes)],
     "tau2-telecom-solo": lambda sizes, _: [tau2("tau2-telecom-solo", sizes)],
-    "grpo-short": lambda sizes, answers: [grpo_short(n, sizes) for n in answers],
+    "grpo-short": lambda sizes, answers: [
+        star(f"grpo-short/{n}", GRPO_ANSWERS, n, sizes) for n in answers
+    ],
     "no-sharing": lambda sizes, _: [no_sharing(sizes)],
 }
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from bench.measure import Bench
 from bench.models import build_model
-from bench.table import WorkloadReport, workload_section
+from bench.table import workload_report, workload_section
 from bench.variants import VARIANTS, PerSequence, RunCounts, make_variant
 
 from areal_dta.schedule import FlopModel, NeededOutputs
@@ -167,7 +167,7 @@ def test_a_variant_out_of_memory_does_not_stop_the_others(model):
     measured = Bench(model, variants).measure(work, repeats=1)
     assert [m.failure for m in measured] == [None, "out of memory", None]
     assert measured[2].ratio is not None
-    table = workload_section(WorkloadReport.of(work, measured))
+    table = workload_section(workload_report(work, measured))
     assert "| huge | out of memory | - | - |" in table
 
 
@@ -205,7 +205,7 @@ def test_a_sample_of_dense_is_scaled_by_flops(model):
     flops = FlopModel.from_config(model.config)
     factor = flops.dense([8, 3, 4, 2]) / flops.dense([8, 2])
     assert dense.seconds == [pytest.approx(factor)]  # the clock ticks once a run
-    table = workload_section(WorkloadReport.of(work, [dense]))
+    table = workload_section(workload_report(work, [dense]))
     assert f"~{factor:.3f} (2 of 4)" in table
 
 

@@ -108,6 +108,17 @@ def test_renumbering_keeps_the_tree_and_refuses_too_many_tokens():
         renumbered(work.workload, 4)
 
 
+# What a replayed file says of its two sequences beside their tokens.
+LABELS = {
+    "domain": np.array(["airline"] * 2),
+    "task_id": np.array(["1", "2"]),
+    "trial": np.zeros(2, np.int32),
+    "episode": np.arange(2, dtype=np.int32),
+    "call": np.zeros(2, np.int32),
+    "reward": np.zeros(2, np.float32),
+}
+
+
 def save(path, **arrays):
     np.savez(path, **arrays)
     return path
@@ -119,6 +130,7 @@ def test_replayed_files_are_read(tmp_path):
         tokens=np.array([900, 5, 6, 900, 5, 7, 8], np.int32),
         offsets=np.array([0, 3, 7]),
         loss_mask=np.array([1, 0, 1, 0, 0, 1, 1], bool),
+        **LABELS,
     )
     (workload,) = make_workloads("tau2-airline", SIZES, [1], path.parent)
     assert workload.source == "tau2-airline.npz"
@@ -133,13 +145,13 @@ def test_replayed_files_are_read(tmp_path):
 
 
 def test_other_files_are_refused(tmp_path):
-    path = save(tmp_path / "a.npz", tokens=np.arange(3), offsets=np.array([0, 3]))
-    with pytest.raises(ValueError, match="lacks .*loss_mask"):
+    tokens = np.arange(7, dtype=np.int32)
+    path = save(tmp_path / "a.npz", tokens=tokens, offsets=np.array([0, 3, 7]))
+    with pytest.raises(ValueError, match="a.npz holds no sequences .*loss_mask"):
         load("tau2-airline", path, SIZES)
-    path = save(
-        path, tokens=np.arange(3), offsets=np.array([0, 9]), loss_mask=np.ones(3)
-    )
-    with pytest.raises(ValueError, match="3 tokens.*up to 9"):
+    arrays = {"offsets": np.array([0, 3, 9]), "loss_mask": np.ones(7, bool)}
+    path = save(path, tokens=tokens, **arrays, **LABELS)
+    with pytest.raises(ValueError, match="expected offsets that rise from 0 to the nu"):
         load("tau2-airline", path, SIZES)
     with pytest.raises(ValueError, match="'tau3'.*expected one of"):
         make_workloads("tau3", SIZES, [1], None)
