@@ -5,7 +5,7 @@ Serves the agent (AReaL's proxy, or any server in an evaluation) and the simulat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,6 +130,26 @@ class ChatClient:
         return ServerError(
             f"{self._name} at {self._options.base_url} {what}; {self._remedy}"
         )
+
+
+def proxy_client(
+    proxy: Mapping[str, Any], enable_thinking: bool, **options: Any
+) -> ChatClient:
+    """Build the client of AReaL's rollout proxy.
+
+    Args:
+        proxy: its `base_url`, `api_key` and `http_client`, as AReaL names them.
+        enable_thinking: passed to the model's chat template.
+        options: the other fields of `ChatOptions`.
+    """
+    chat = ChatOptions(
+        base_url=proxy["base_url"],
+        api_key=proxy["api_key"],
+        extra_body={"chat_template_kwargs": {"enable_thinking": enable_thinking}},
+        **options,
+    )
+    remedy = "see proxy-rollout.log; the rollout server may have died"
+    return ChatClient(chat, "the rollout proxy", remedy, proxy["http_client"])
 
 
 def _without_nulls(value: Any) -> Any:

@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_dta.embedded.calculator import CALCULATOR_TOOL, evaluate
-from recipes.chat import ChatClient, ChatOptions, ContextFullError, Message
+from recipes.chat import ChatClient, ContextFullError, Message, proxy_client
 from recipes.replies import Call, ReplyError, parse_reply
 
 SYSTEM_PROMPT = "Use the calculator for each step."
 _ERROR = "error"
-_REMEDY = "see proxy-rollout.log; the rollout server may have died"
 
 
 class CalculatorAgent:
@@ -44,9 +43,7 @@ class CalculatorAgent:
             "top_p": gconfig.top_p,
             "max_tokens": gconfig.max_new_tokens,
             "timeout_seconds": request_timeout_seconds,
-            "extra_body": {
-                "chat_template_kwargs": {"enable_thinking": enable_thinking}
-            },
+            "enable_thinking": enable_thinking,
         }
 
     async def run(self, data: Mapping[str, Any], **proxy: Any) -> float:
@@ -61,10 +58,7 @@ class CalculatorAgent:
         """
         from areal.utils.dynamic_import import import_from_string
 
-        options = ChatOptions(
-            base_url=proxy["base_url"], api_key=proxy["api_key"], **self._options
-        )
-        client = ChatClient(options, "the rollout proxy", _REMEDY, proxy["http_client"])
+        client = proxy_client(proxy, **self._options)
         messages: list[Message] = [{"role": "system", "content": SYSTEM_PROMPT}]
         messages += data["messages"]
         final, num_turns = await solve(client, messages, self._max_turns)

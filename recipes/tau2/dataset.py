@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from areal_dta.tasks.gsm8k import rendered
 from recipes.tau2.domains import (
     DOMAINS,
-    MissingTau2Error,
     agent_context,
     find_domain,
     task_ids,
@@ -55,10 +54,7 @@ def load_dataset(
         )
     if repeat < 1:
         raise ValueError(f"repeat={repeat}; expected at least 1")
-    try:
-        ids = task_ids(path, split)
-    except MissingTau2Error as error:
-        raise ValueError(str(error)) from error
+    ids = task_ids(path, split)
     if tasks is not None:
         if unknown := sorted(set(tasks) - set(ids)):
             raise ValueError(

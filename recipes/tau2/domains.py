@@ -22,7 +22,7 @@ STOP_TEXT = "###STOP###"
 INSTALL_HINT = 'pip install -e ".[tau2]"'
 
 
-class MissingTau2Error(ImportError):
+class MissingTau2Error(ImportError, ValueError):
     """tau2 is not installed."""
 
 
@@ -116,11 +116,19 @@ def task_ids(domain_name: str, split: str) -> tuple[str, ...]:
     domain = find_domain(domain_name)
     tasks = load_tasks(domain.tau2_name)
     from tau2.agent.llm_agent import LLMSoloAgent
+    from tau2.registry import registry
 
-    ids = _split_ids(domain, split)
+    splits = {split: list(tasks)}
+    if domain.tau2_name != "mock":
+        splits = registry.get_task_splits_loader(domain.tau2_name)()
+    if split not in splits:
+        raise ValueError(
+            f"the {domain.name} domain has no split {split!r}; "
+            f"expected one of {', '.join(splits)}"
+        )
     return tuple(
         task_id
-        for task_id in ids
+        for task_id in splits[split]
         if task_id not in _NOT_EVALUABLE.get(domain.tau2_name, ())
         and (not domain.solo or LLMSoloAgent.check_valid_task(tasks[task_id]))
     )
@@ -136,21 +144,10 @@ def find_task(domain_name: str, task_id: str) -> Task:
     try:
         return load_tasks(domain.tau2_name)[task_id]
     except KeyError:
-        raise ValueError(f"tau2 has no {domain.tau2_name} task {task_id!r}") from None
-
-
-def _split_ids(domain: Domain, split: str) -> list[str]:
-    if domain.tau2_name == "mock":
-        return list(load_tasks("mock"))
-    from tau2.registry import registry
-
-    splits = registry.get_task_splits_loader(domain.tau2_name)()
-    if split not in splits:
         raise ValueError(
-            f"the {domain.name} domain has no split {split!r}; "
-            f"expected one of {', '.join(splits)}"
-        )
-    return list(splits[split])
+            f"tau2 has no {domain.tau2_name} task {task_id!r}; "
+            "were the trajectories recorded with another version of tau2?"
+        ) from None
 
 
 def agent_context(domain_name: str, task_id: str) -> AgentContext:
@@ -163,34 +160,27 @@ def agent_context(domain_name: str, task_id: str) -> AgentContext:
         ValueError: there is no such domain or, for a solo domain, no such task.
     """
     domain = find_domain(domain_name)
-    if domain.solo:
-        return _solo_context(domain, task_id)
-    return _dialogue_context(domain)
+    return _solo_context(domain_name, task_id) if domain.solo else _context(domain)
 
 
 @functools.cache
-def _dialogue_context(domain: Domain) -> AgentContext:
+def _context(domain: Domain) -> AgentContext:
     import_tau2()
     from tau2.agent.llm_agent import LLMAgent
     from tau2.registry import registry
 
     environment = registry.get_env_constructor(domain.tau2_name)()
     agent = LLMAgent(environment.get_tools(), environment.get_policy())
-    return AgentContext(agent.system_prompt, _schemas(agent.tools))
+    return AgentContext(agent.system_prompt, tool_schemas(agent.tools))
 
 
 @functools.cache
-def _solo_context(domain: Domain, task_id: str) -> AgentContext:
-    tasks = load_tasks(domain.tau2_name)
+def _solo_context(domain_name: str, task_id: str) -> AgentContext:
+    task = find_task(domain_name, task_id)
     from tau2.agent.llm_agent import LLMSoloAgent
 
-    if task_id not in tasks:
-        raise ValueError(
-            f"tau2 has no {domain.tau2_name} task {task_id!r}; "
-            "were the trajectories recorded with another version of tau2?"
-        )
-    policy, tools = _solo_policy_and_tools(domain)
-    return AgentContext(LLMSoloAgent([], policy, tasks[task_id]).system_prompt, tools)
+    policy, tools = _solo_policy_and_tools(find_domain(domain_name))
+    return AgentContext(LLMSoloAgent([], policy, task).system_prompt, tools)
 
 
 @functools.cache
@@ -205,8 +195,9 @@ def _solo_policy_and_tools(domain: Domain) -> tuple[str, tuple[dict[str, Any], .
     tasks = load_tasks(domain.tau2_name).values()
     any_task = next(filter(LLMSoloAgent.check_valid_task, tasks))
     agent = LLMSoloAgent(tools, environment.get_policy(), any_task)
-    return agent.domain_policy, _schemas(agent.tools)
+    return agent.domain_policy, tool_schemas(agent.tools)
 
 
-def _schemas(tools: Iterable[Any]) -> tuple[dict[str, Any], ...]:
+def tool_schemas(tools: Iterable[Any]) -> tuple[dict[str, Any], ...]:
+    """Return the OpenAI function schemas of tau2's tools."""
     return tuple(tool.openai_schema for tool in tools)

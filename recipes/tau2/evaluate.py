@@ -27,13 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from recipes.chat import ChatOptions, ServerError
-from recipes.tau2.domains import (
-    DOMAINS,
-    MissingTau2Error,
-    find_domain,
-    import_tau2,
-    task_ids,
-)
+from recipes.tau2.domains import DOMAINS, find_domain, import_tau2, task_ids
 from recipes.tau2.options import Tau2Options, UserOptions
 
 if TYPE_CHECKING:
@@ -95,8 +89,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
     """Convert the arguments to settings.
 
     Raises:
-        ValueError: an argument is wrong.
-        MissingTau2Error: tau2 is not installed.
+        ValueError: an argument is wrong, or tau2 is not installed.
     """
     for name in ("trials", "concurrency", "max_tasks"):
         if (value := getattr(args, name)) is not None and value < 1:
@@ -160,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from recipes.tau2.evaluation import evaluate
 
         result = asyncio.run(evaluate(settings))
-    except (MissingTau2Error, ValueError) as error:
+    except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (ServerError, TimeoutError) as error:

@@ -27,7 +27,7 @@ from recipes.tau2.play.policies import (
 )
 from recipes.tau2.play.users import GoldUser
 from recipes.tau2.workers.environments import EnvironmentPool
-from recipes.tau2.workers.rewards import RewardPool
+from recipes.tau2.workers.rewards import Reward, RewardPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,17 +45,7 @@ class Settings:
     """Request settings of the policy, if that is a URL."""
 
 
-@dataclass(frozen=True, slots=True)
-class Played:
-    """One episode, reduced to what is reported."""
-
-    task_id: str
-    reward: float
-    termination: str
-    problem: str | None
-    num_turns: int
-    error: str | None
-    """Why the evaluator gave no verdict."""
+Played = tuple[Episode, Reward]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +85,7 @@ async def play(
         async with gate:
             episode = await _play_one(settings, task_id, client, users, environments)
             reward = await pool.score(episode.scoring_request())
-        return Played(
-            task_id=episode.task_id,
-            reward=reward.value,
-            termination=episode.termination,
-            problem=episode.problem,
-            num_turns=episode.num_turns,
-            error=reward.error,
-        )
+        return replace(episode, messages=()), reward  # all that is reported
 
     tasks = [
         asyncio.create_task(one(task_id))
@@ -174,7 +157,9 @@ def report(
     Args:
         nothing: what the `refuse` policy reached on the same tasks.
     """
-    successes = Counter(p.task_id for p in played if p.reward > 1 - 1e-6)
+    successes = Counter(e.task_id for e, reward in played if reward.value > 1 - 1e-6)
+    ends = Counter(episode.termination for episode, _ in played)
+    problems = Counter(e.problem for e, _ in played if e.problem)
     ids, trials = settings.task_ids, settings.trials
     return Report(
         domain=settings.domain.name,
@@ -185,9 +170,9 @@ def report(
             k: sum(pass_hat_k(trials, successes[i], k) for i in ids) / len(ids)
             for k in range(1, trials + 1)
         },
-        floor=sum(p.reward for p in nothing) / len(nothing),
-        mean_turns=sum(p.num_turns for p in played) / len(played),
-        terminations=dict(Counter(p.termination for p in played).most_common()),
-        problems=dict(Counter(p.problem for p in played if p.problem).most_common()),
-        num_unjudged=sum(p.error is not None for p in played),
+        floor=sum(reward.value for _, reward in nothing) / len(nothing),
+        mean_turns=sum(episode.num_turns for episode, _ in played) / len(played),
+        terminations=dict(ends.most_common()),
+        problems=dict(problems.most_common()),
+        num_unjudged=sum(reward.error is not None for _, reward in played),
     )

@@ -60,19 +60,13 @@ class Tau2Options:
             ValueError: an option is wrong; the message says which and what to do.
         """
         find_domain(self.domain)
-        for name in (
-            "max_steps",
-            "max_errors",
-            "request_timeout_seconds",
-            "episode_timeout_seconds",
-            "environment_processes",
-            "reward_processes",
-            "reward_timeout_seconds",
-        ):
-            _check_positive(f"tau2.{name}", getattr(self, name))
-        for name in ("max_replies", "max_tokens", "timeout_seconds"):
-            _check_positive(f"tau2.user.{name}", getattr(self.user, name))
         user = self.user
+        numbers = {n: v for n, v in vars(self).items() if isinstance(v, int | float)}
+        for name in ("max_replies", "max_tokens", "timeout_seconds"):
+            numbers[f"user.{name}"] = getattr(user, name)
+        for name, value in numbers.items():
+            if value <= 0:
+                raise ValueError(f"tau2.{name}={value}; expected a positive number")
         if user.max_retries < 0:
             raise ValueError(f"tau2.user.max_retries={user.max_retries}; expected >= 0")
         if user.kind not in USER_KINDS:
@@ -91,8 +85,3 @@ class Tau2Options:
                 "tau2.user.kind=llm needs tau2.user.base_url, an OpenAI-compatible "
                 "server, e.g. http://127.0.0.1:8000/v1; or use tau2.user.kind=rule"
             )
-
-
-def _check_positive(name: str, value: float) -> None:
-    if value <= 0:
-        raise ValueError(f"{name}={value}; expected a positive number")

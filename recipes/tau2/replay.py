@@ -22,13 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from recipes.tau2.domains import (
-    DOMAINS,
-    AgentContext,
-    MissingTau2Error,
-    agent_context,
-    find_domain,
-)
+from recipes.tau2.domains import DOMAINS, AgentContext, agent_context, find_domain
 from recipes.tau2.recorded.conversation import agent_conversation
 from recipes.tau2.recorded.qwen_tokenizer import load_tokenizer
 from recipes.tau2.recorded.sequences import SequenceBatch, save_sequences
@@ -233,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.out is not None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             _WRITERS[args.out.suffix](batch, args.out)
-    except (MissingTau2Error, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(markdown_table(sharing_statistics(batch)))

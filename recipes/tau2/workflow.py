@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from recipes.chat import ChatClient, ChatOptions
+from recipes.chat import proxy_client
 from recipes.replies import Problem
 from recipes.tau2.domains import find_domain
 from recipes.tau2.options import Tau2Options, UserOptions
@@ -31,7 +31,6 @@ _TERMINATIONS = (
     "too_many_errors",
     "agent_error",
 )
-_PROXY_REMEDY = "see proxy-rollout.log; the rollout server may have died"
 
 
 class Tau2Workflow:
@@ -57,12 +56,13 @@ class Tau2Workflow:
             **{**options, "user": UserOptions(**options.get("user", {}))}
         )
         self.options.validate()
-        self._sampling: dict[str, Any] = {
+        self._chat: dict[str, Any] = {
             "temperature": temperature,
             "top_p": top_p,
             "max_tokens": max_new_tokens,
+            "timeout_seconds": self.options.request_timeout_seconds,
+            "enable_thinking": enable_thinking,
         }
-        self._template = {"enable_thinking": enable_thinking}
 
     async def run(self, data: Mapping[str, Any], **proxy: Any) -> float:
         """Play the episode of one row of the dataset.
@@ -76,17 +76,7 @@ class Tau2Workflow:
         """
         options = self.options
         domain = find_domain(data["domain"])
-        chat = ChatOptions(
-            base_url=proxy["base_url"],
-            api_key=proxy["api_key"],
-            timeout_seconds=options.request_timeout_seconds,
-            extra_body={"chat_template_kwargs": self._template},
-            **self._sampling,
-        )
-        policy = ChatPolicy(
-            ChatClient(chat, "the rollout proxy", _PROXY_REMEDY, proxy["http_client"]),
-            tool_choice="none",
-        )
+        policy = ChatPolicy(proxy_client(proxy, **self._chat), tool_choice="none")
         users = user_client(domain, options.user, proxy["http_client"])
         episode = await run_episode(
             domain,
@@ -96,21 +86,17 @@ class Tau2Workflow:
             options,
             _environments(options.environment_processes),
         )
-        reward = await _pool(options).score(episode.scoring_request())
+        pool = _rewards(options.reward_processes, options.reward_timeout_seconds)
+        reward = await pool.score(episode.scoring_request())
         _record(episode, reward)
         return reward.value
 
 
-def _pool(options: Tau2Options) -> RewardPool:
-    """Return the pool that all workflows of this process share.
-
-    AReaL makes a workflow per prompt.
-    """
-    return _reward_pool(options.reward_processes, options.reward_timeout_seconds)
+# AReaL makes a workflow per prompt: all of a process share these pools.
 
 
 @functools.cache
-def _reward_pool(num_processes: int, timeout_seconds: float) -> RewardPool:
+def _rewards(num_processes: int, timeout_seconds: float) -> RewardPool:
     pool = RewardPool(num_processes, timeout_seconds)
     atexit.register(pool.close)
     return pool

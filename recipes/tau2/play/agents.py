@@ -11,6 +11,7 @@ rebuilt from tau2's would render differently, and split the prefix that calls sh
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 from recipes.replies import (
@@ -62,7 +63,7 @@ class _PreparedTurns(PreparedMessage):
     def start(self, context: AgentContext, policy: Policy) -> None:
         self._context = context
         self._policy = policy
-        self._call_ids = itertools.count()
+        self._call_ids = map("call_{}".format, itertools.count())
         self.num_turns = 0
         self.history: list[Message] = [
             {"role": "system", "content": context.system_prompt}
@@ -90,16 +91,9 @@ class _PreparedTurns(PreparedMessage):
             self.history += openai_messages(message)
 
     def _to_tau2(self, reply: Reply) -> AssistantMessage:
-        calls = [
-            ToolCall(
-                id=call.id or f"call_{next(self._call_ids)}",
-                name=call.name,
-                arguments=call.arguments,
-            )
-            for call in reply.calls
-        ]
+        calls = tau2_calls(reply.calls, "assistant", self._call_ids)
         return AssistantMessage(
-            role="assistant", content=reply.text or None, tool_calls=calls or None
+            role="assistant", content=reply.text or None, tool_calls=calls
         )
 
 
@@ -148,6 +142,25 @@ def _check_safe(call: Call) -> None:
             f"calculate({expression!r:.80}); powers and more than "
             f"{_MAX_EXPRESSION_CHARACTERS} characters are not evaluated",
         )
+
+
+def tau2_calls(
+    calls: Iterable[Call], requestor: str, ids: Iterator[str]
+) -> list[ToolCall] | None:
+    """Convert calls to tau2's; None if there are none.
+
+    Args:
+        ids: for calls that have none of their own.
+    """
+    return [
+        ToolCall(
+            id=call.id or next(ids),
+            name=call.name,
+            arguments=call.arguments,
+            requestor=requestor,
+        )
+        for call in calls
+    ] or None
 
 
 def openai_messages(message: Any) -> list[Message]:

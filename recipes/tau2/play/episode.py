@@ -76,15 +76,8 @@ def user_client(
     """Build the client of the user model; None if no model plays the user."""
     if domain.solo or options.kind != "llm":
         return None
-    chat = ChatOptions(
-        base_url=options.base_url,
-        model=options.model,
-        api_key=options.api_key,
-        temperature=options.temperature,
-        max_tokens=options.max_tokens,
-        timeout_seconds=options.timeout_seconds,
-        max_retries=options.max_retries,
-    )
+    own = ("kind", "max_replies")  # the others are named as in `ChatOptions`
+    chat = ChatOptions(**{k: v for k, v in vars(options).items() if k not in own})
     return ChatClient(chat, "the user model", _USER_REMEDY, http_client)
 
 

@@ -10,32 +10,38 @@ A solo domain has tau2's `DummyUser`, which says nothing.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from recipes.chat import ChatClient, ContextFullError, ServerError
-from recipes.replies import Message, Reply, ReplyError, parse_reply
+from recipes.replies import Call, Message, ReplyError, parse_reply
 from recipes.tau2.api import (
     STOP,
     AssistantMessage,
     BaseUser,
     MultiToolMessage,
     Task,
-    ToolCall,
     UserMessage,
     UserSimulator,
     UserState,
     registry,
 )
-from recipes.tau2.play.agents import Incoming, PreparedMessage, openai_messages
+from recipes.tau2.domains import tool_schemas
+from recipes.tau2.play.agents import (
+    Incoming,
+    PreparedMessage,
+    openai_messages,
+    tau2_calls,
+)
 from recipes.tau2.play.policies import GoldScript
 
 # A user model that gives this many useless replies in a row counts as broken.
 _MAX_USELESS_REPLIES = 3
 
 
-class User(Protocol):
-    """A user that talks, as the episode loop needs it."""
+class User(PreparedMessage, BaseUser):  # type: ignore[misc]
+    """Base of the users below, as the episode loop needs it."""
 
     async def prepare(self, incoming: Any) -> None:
         """Prepare the answer to `incoming`.
@@ -43,11 +49,7 @@ class User(Protocol):
         Raises:
             ServerError: it cannot be reached, or says nothing of use.
         """
-        ...
-
-
-class _PreparedUser(PreparedMessage, BaseUser):  # type: ignore[misc]
-    """Base of the users below."""
+        raise NotImplementedError
 
     def get_init_state(self, message_history: list[Any] | None = None) -> UserState:
         return UserState(system_messages=[], messages=[])
@@ -57,7 +59,7 @@ class _PreparedUser(PreparedMessage, BaseUser):  # type: ignore[misc]
         return bool(UserSimulator.is_stop(message))
 
 
-class RuleUser(_PreparedUser):
+class RuleUser(User):
     """States its whole case, agrees to whatever comes, and leaves."""
 
     def __init__(self, task: Task, max_replies: int) -> None:
@@ -90,13 +92,13 @@ def _case(task: Task) -> list[str]:
     return [part for part in parts if part] or [instructions.task_instructions]
 
 
-class GoldUser(_PreparedUser):
+class GoldUser(User):
     """Carries out its actions of the reference solution, and leaves at its end."""
 
     def __init__(self, script: GoldScript) -> None:
         super().__init__()
         self._script = script
-        self._num_calls = 0
+        self._call_ids = map("user_call_{}".format, itertools.count(1))
         self._greeted = False
 
     async def prepare(self, incoming: Incoming) -> None:
@@ -107,20 +109,16 @@ class GoldUser(_PreparedUser):
             self._greeted = True
             return UserMessage(role="user", content="Please help me.")
         if (action := self._script.next_user_action()) is not None:
-            self._num_calls += 1
-            call = ToolCall(
-                id=f"user_call_{self._num_calls}",
-                name=action.name,
-                arguments=action.arguments,
-                requestor="user",
+            calls = [Call(action.name, action.arguments)]
+            return UserMessage(
+                role="user", tool_calls=tau2_calls(calls, "user", self._call_ids)
             )
-            return UserMessage(role="user", tool_calls=[call])
         return UserMessage(
             role="user", content=STOP if self._script.is_done else "Done."
         )
 
 
-class LLMUser(_PreparedUser):
+class LLMUser(User):
     """tau2's user simulator, asked through an awaited request."""
 
     def __init__(
@@ -169,7 +167,11 @@ class LLMUser(_PreparedUser):
                     f"the conversation no longer fits the user model: {error!s:.200}"
                 ) from error
             else:
-                self._pending = _user_message(reply)
+                ids = map("user_call_{}".format, itertools.count())
+                calls = tau2_calls(reply.calls, "user", ids)
+                self._pending = UserMessage(
+                    role="user", content=reply.text or None, tool_calls=calls
+                )
                 self._state.messages.append(self._pending)
                 return
         raise ServerError(
@@ -178,25 +180,9 @@ class LLMUser(_PreparedUser):
         )
 
 
-def _user_message(reply: Reply) -> UserMessage:
-    calls = [
-        ToolCall(
-            id=call.id or f"user_call_{index}",
-            name=call.name,
-            arguments=call.arguments,
-            requestor="user",
-        )
-        for index, call in enumerate(reply.calls)
-    ]
-    return UserMessage(
-        role="user", content=reply.text or None, tool_calls=calls or None
-    )
-
-
 @functools.cache
 def user_tools(tau2_name: str) -> tuple[dict[str, Any], ...]:
     """Return the user's own tools, if any, as OpenAI function schemas."""
     environment = registry.get_env_constructor(tau2_name)()
-    if environment.user_tools is None:
-        return ()
-    return tuple(tool.openai_schema for tool in environment.get_user_tools())
+    has_tools = environment.user_tools is not None
+    return tool_schemas(environment.get_user_tools() if has_tools else ())

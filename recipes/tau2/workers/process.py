@@ -7,6 +7,7 @@ import selectors
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from typing import Any, Self
 
 _START_SECONDS = 300.0  # tau2 takes ten seconds to import, more on a busy machine
@@ -44,16 +45,10 @@ class WorkerProcess:
     def kill(self) -> None:
         with self._lock:
             process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except OSError:  # unsent data of a dead process
-                    continue
+        if process is not None:
+            # Its context closes the pipes and waits; a dead process leaves unsent data.
+            with suppress(OSError), process:
+                process.kill()
 
     def _running(self) -> subprocess.Popen[str]:
         with self._lock:

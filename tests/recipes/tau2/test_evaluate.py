@@ -11,8 +11,10 @@ if not find_spec("tau2"):
     pytest.skip("needs the extra tau2", allow_module_level=True)
 
 from recipes.tau2.domains import find_domain
-from recipes.tau2.evaluation import Played, Settings, report
+from recipes.tau2.evaluation import Settings, report
 from recipes.tau2.options import Tau2Options
+from recipes.tau2.play.episode import Episode
+from recipes.tau2.workers.rewards import Reward
 from tests.recipes.stub_server import StubServer
 
 MAKE = (
@@ -22,7 +24,7 @@ MAKE = (
 
 
 def played(task_id, reward):
-    return Played(task_id, reward, "user_stop", None, 2, None)
+    return Episode("mock", task_id, "user_stop", None, 2, 0, ()), Reward(reward)
 
 
 def test_pass_hat_k():

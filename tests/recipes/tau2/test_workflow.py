@@ -38,7 +38,7 @@ def pool():
 def recorded(pool, monkeypatch):
     """What is logged of each episode."""
     seen = []
-    monkeypatch.setattr(workflow_module, "_pool", lambda options: pool)
+    monkeypatch.setattr(workflow_module, "_rewards", lambda *options: pool)
     monkeypatch.setattr(
         workflow_module,
         "_record",
