@@ -11,6 +11,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import psutil
@@ -26,31 +27,23 @@ DEAD_IN_A_ROW = 2  # so that one lost probe does not end a run
 _CONTROLLERS = ("actor", "critic", "ref", "teacher", "rollout", "eval_rollout")
 
 
-def port_probe(host: str, port: int) -> Probe:
-    """Return a probe for a port on which nobody listens any more."""
-
-    def is_dead() -> bool:
-        try:
-            socket.create_connection((host, port), timeout=5.0).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False  # busy, or a passing fault; the step time-out covers it
-        return False
-
-    return is_dead
+def port_is_dead(host: str, port: int) -> bool:
+    """Return whether nobody listens on a port any more."""
+    try:
+        socket.create_connection((host, port), timeout=5.0).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False  # busy, or a passing fault; the step time-out covers it
+    return False
 
 
-def process_probe(process: psutil.Process) -> Probe:
-    """Return a probe for a process of this machine that has ended."""
-
-    def is_dead() -> bool:
-        try:
-            return process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-
-    return is_dead
+def process_is_dead(process: psutil.Process) -> bool:
+    """Return whether a process of this machine has ended."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def died(name: str) -> str:
@@ -67,15 +60,15 @@ def worker_probes(trainer: Any) -> dict[str, Probe]:
         workers += getattr(controller, "proxy_workers", [])
         for worker in workers:
             port = int(worker.worker_ports[0])
-            probes[f"worker {worker.id}"] = port_probe(worker.ip, port)
+            probes[f"worker {worker.id}"] = partial(port_is_dead, worker.ip, port)
     for role in ("rollout", "teacher"):
         servers = getattr(getattr(trainer, role, None), "server_infos", [])
         for rank, server in enumerate(servers):
             name = f"{role} server {rank}"
-            probes[name] = port_probe(server.host, int(server.port))
+            probes[name] = partial(port_is_dead, server.host, int(server.port))
     if isinstance(trainer.scheduler, BoundedLocalScheduler):
         for name, process in trainer.scheduler.worker_processes().items():
-            probes[f"worker {name}"] = process_probe(process)
+            probes[f"worker {name}"] = partial(process_is_dead, process)
     # Not every scheduler's workers listen on the port that they are given.
     return {name: probe for name, probe in probes.items() if not probe()}
 

@@ -9,6 +9,7 @@ controller) token ids and masks travel once to the controller.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,37 +21,23 @@ from areal_dta.collector.planned_batch import PlannedBatch
 from areal_dta.collector.remote_tensors import fetch
 from areal_dta.config.schema import DTAConfig
 from areal_dta.report.step_metrics import BatchShape
-from areal_dta.schedule import (
-    FlopModel,
-    NeededOutputs,
-    build_schedule,
-)
+from areal_dta.schedule import FlopModel, NeededOutputs, build_schedule
 from areal_dta.tree import PrefixTree
 from areal_dta.tree.prefix_tree import attended_pairs
 
 
+@dataclass(frozen=True, slots=True)
 class BatchMeter:
-    """Measures batches against one model and the engine's budgets.
+    """Measures batches against one model and the engine's budgets."""
 
-    Args:
-        flop_model: None where the model's FLOPs cannot be counted.
-        loss_outputs_only: the engine leaves out what no loss reads.
-        is_reward_model: only the last value of each sequence is read.
-    """
-
-    def __init__(
-        self,
-        flop_model: FlopModel | None,
-        block_tokens: int,
-        retain_tokens: int | None,
-        loss_outputs_only: bool = True,
-        is_reward_model: bool = False,
-    ) -> None:
-        self._flop_model = flop_model
-        self._block_tokens = block_tokens
-        self._retain_tokens = retain_tokens
-        self._loss_outputs_only = loss_outputs_only
-        self._is_reward_model = is_reward_model
+    flop_model: FlopModel | None
+    """None where the model's FLOPs cannot be counted."""
+    block_tokens: int
+    retain_tokens: int | None
+    loss_outputs_only: bool = True
+    """The engine leaves out what no loss reads."""
+    is_reward_model: bool = False
+    """Only the last value of each sequence is read."""
 
     def measure(self, batch: Sequence[dict[str, Any]]) -> BatchShape:
         """Measure a batch as AReaL's controller holds it, one dict per item."""
@@ -82,14 +69,14 @@ class BatchMeter:
         """
         tree = PrefixTree.from_sequences(sequences)
         saving = None
-        if self._flop_model is not None:
+        if self.flop_model is not None:
             schedule = build_schedule(
                 tree,
-                self._block_tokens,
-                self._retain_tokens,
+                self.block_tokens,
+                self.retain_tokens,
                 needed=self._needed_outputs(tree, loss_masks),
             )
-            saving = 1.0 - 1.0 / self._flop_model.saving(tree, schedule)
+            saving = 1.0 - 1.0 / self.flop_model.saving(tree, schedule)
         return BatchShape(
             num_sequences=tree.num_sequences,
             sequence_tokens=tree.num_sequence_tokens,
@@ -121,14 +108,14 @@ class BatchMeter:
     def _needed_outputs(
         self, tree: PrefixTree, loss_masks: Sequence[NDArray[Any]] | None
     ) -> NeededOutputs | None:
-        if self._is_reward_model:
-            if not self._loss_outputs_only:
+        if self.is_reward_model:
+            if not self.loss_outputs_only:
                 return NeededOutputs.values_at(tree, None)
             lengths = map(tree.sequence_length, range(tree.num_sequences))
             return NeededOutputs.values_at(
                 tree, [np.arange(n) == n - 1 for n in lengths]
             )
-        if loss_masks is None or not self._loss_outputs_only:
+        if loss_masks is None or not self.loss_outputs_only:
             return None
         # Masks are aligned with tokens: the loss reads the output before each of them.
         return NeededOutputs.logprobs_at(tree, [mask[1:] != 0 for mask in loss_masks])

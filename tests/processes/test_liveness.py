@@ -6,17 +6,18 @@ import socket
 import subprocess
 import sys
 import threading
+from functools import partial
 
 import psutil
 
-from areal_dta.processes.liveness import LivenessMonitor, port_probe, process_probe
+from areal_dta.processes.liveness import LivenessMonitor, port_is_dead, process_is_dead
 
 FAST = 0.02
 
 
 def test_a_closed_port_is_a_death() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        probe = port_probe(*server.getsockname())
+        probe = partial(port_is_dead, *server.getsockname())
         assert not probe()
         assert not probe()  # nobody accepts: busy, not dead
     assert probe()
@@ -24,7 +25,7 @@ def test_a_closed_port_is_a_death() -> None:
 
 def test_an_ended_process_is_a_death() -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    probe = process_probe(psutil.Process(child.pid))
+    probe = partial(process_is_dead, psutil.Process(child.pid))
     assert not probe()
     child.kill()
     psutil.wait_procs([psutil.Process(child.pid)], timeout=10)
