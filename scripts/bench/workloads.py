@@ -223,6 +223,8 @@ def load(name: str, path: Path, sizes: Sizes) -> Workload:
         ValueError: the file is not of that form; names it and what was found.
     """
     batch = load_sequences(path)
+    if not batch.num_sequences:
+        raise ValueError(f"{path} holds no sequences; expected at least one")
     indices = range(batch.num_sequences)
     sequences = tuple(batch.sequence(i).astype(np.int64) for i in indices)
     masks = tuple(batch.mask(i).copy() for i in indices)
