@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing import ProcessException, spawn
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from areal_dta.areal_fixes.loopback import LOOPBACK_ENV
 from areal_dta.executor import ExecutorConfig, TreeExecutor
