@@ -256,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     delays = {n: bench.delay_beside_a_large_group(n) for n in (1, 8)}
     where = machine(torch.device("cpu"))
     what = {k: v for k, v in vars(args).items() if k not in ("json", "sequences")}
-    print(header(where, what).replace("Executor", "Collector"))
+    print(header("Collector", where, what))
     print(f"{table(rows)}\n")
     for n, (large, small) in delays.items():
         print(

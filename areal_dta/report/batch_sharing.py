@@ -89,9 +89,9 @@ class BatchMeter:
     def _measure_collected(self, sequences: BatchSequences) -> BatchShape:
         stats = sequences.stats
         saving = None
-        if self._flop_model is not None and not self._is_reward_model:
-            if self._retain_tokens is None and self._loss_outputs_only:
-                saving = _saving(self._flop_model, sequences)
+        if self.flop_model is not None and not self.is_reward_model:
+            if self.retain_tokens is None and self.loss_outputs_only:
+                saving = _saving(self.flop_model, sequences)
             else:
                 saving = self.measure_sequences(
                     sequences.tokens_N, (), _masks(sequences)
