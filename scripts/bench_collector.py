@@ -31,7 +31,7 @@ import torch
 from areal.infra.rpc import rtensor
 from areal.infra.rpc.rtensor import RTensor, TensorShardInfo
 from areal.infra.rpc.serialization import deserialize_value, serialize_value
-from bench.table import header, machine
+from bench.table import header, machine, markdown_table
 
 from areal_dta.collector.collector import Collector
 from areal_dta.collector.dispatch import deal
@@ -83,12 +83,8 @@ class Row:
 
     @property
     def hold_up_seconds(self) -> float:
-        return (
-            self.take_seconds
-            + self.meter_seconds
-            + self.plan_seconds
-            + self.dispatch_seconds
-        )
+        planning = self.plan_seconds + self.dispatch_seconds
+        return self.take_seconds + self.meter_seconds + planning
 
 
 class Wire:
@@ -223,25 +219,22 @@ class Bench:
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [
-        "| batch | sequences | tokens, M | fetched, B/token | fetch s | check s "
-        "| insert s | beside, ns/token | take s | meter s | plan s | dispatch s "
-        "| dispatched, B/sequence | **in the step, s** | meter from tensors s |",
-        "|---|" + "---:|" * 14,
-    ]
+    titles = ["batch", "sequences", "tokens, M", "fetched, B/token", "fetch s"]
+    titles += ["check s", "insert s", "beside, ns/token", "take s", "meter s", "plan s"]
+    titles += ["dispatch s", "dispatched, B/sequence", "**in the step, s**"]
+    cells = []
     for r in rows:
-        beside = r.fetch_seconds + r.check_seconds + r.insert_seconds
+        beside = r.fetch_seconds, r.check_seconds, r.insert_seconds
+        step = r.take_seconds, r.meter_seconds, r.plan_seconds, r.dispatch_seconds
+        cells.append([r.name, f"{r.num_sequences:,}", f"{r.num_tokens / 1e6:.1f}"])
+        cells[-1] += [f"{r.fetched_bytes / r.num_tokens:.1f}"]
+        cells[-1] += [f"{s:.2f}" for s in beside]
+        cells[-1] += [f"{sum(beside) / r.num_tokens * 1e9:.0f}"]
+        cells[-1] += [f"{s:.3f}" for s in step]
+        cells[-1] += [f"{r.dispatched_bytes / r.num_sequences:.0f}"]
         old = r.from_tensors_seconds
-        lines.append(
-            f"| {r.name} | {r.num_sequences:,} | {r.num_tokens / 1e6:.1f} "
-            f"| {r.fetched_bytes / r.num_tokens:.1f} | {r.fetch_seconds:.2f} "
-            f"| {r.check_seconds:.2f} | {r.insert_seconds:.2f} "
-            f"| {beside / r.num_tokens * 1e9:.0f} | {r.take_seconds:.3f} "
-            f"| {r.meter_seconds:.3f} | {r.plan_seconds:.3f} "
-            f"| {r.dispatch_seconds:.3f} | {r.dispatched_bytes / r.num_sequences:.0f} "
-            f"| **{r.hold_up_seconds:.3f}** | {'-' if old is None else f'{old:.2f}'} |"
-        )
-    return "\n".join(lines)
+        cells[-1] += [f"**{sum(step):.3f}**", "-" if old is None else f"{old:.2f}"]
+    return markdown_table([*titles, "meter from tensors s"], cells)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -257,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     where = machine(torch.device("cpu"))
     what = {k: v for k, v in vars(args).items() if k not in ("json", "sequences")}
     print(header("Collector", where, what))
-    print(f"{table(rows)}\n")
+    print(table(rows))
     for n, (large, small) in delays.items():
         print(
             f"- {n} threads: a group of {args.group} x {args.large:,} tokens is taken "

@@ -23,11 +23,10 @@ def every_token(tree: PrefixTree) -> NeededOutputs:
     )
 
 
-def leaf_order(sequences, tie_break=None) -> LeafOrder:
+def leaf_order(sequences) -> LeafOrder:
     """``LeafOrder.from_tree`` without a tree."""
-    ties = range(len(sequences)) if tie_break is None else tie_break
     lists = [list(map(int, s)) for s in sequences]
-    order = sorted(range(len(lists)), key=lambda i: (lists[i], ties[i], i))
+    order = sorted(range(len(lists)), key=lambda i: (lists[i], i))
     lcps = [
         len(os.path.commonprefix([lists[a], lists[b]]))
         for a, b in zip(order, order[1:], strict=False)

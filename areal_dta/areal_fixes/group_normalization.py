@@ -29,38 +29,11 @@ TRAJECTORY_STARTS = "begin_of_trajectory"
 """AReaL's key: rows [B] that begin a trajectory; those up to the next belong to it."""
 
 
-class CollectiveNormalization(Normalization):
-    """AReaL's ``Normalization`` that never leaves its peers waiting."""
+class ItemNormalization(Normalization):
+    """Normalises over items of any sizes, set by `items`; else over AReaL's groups.
 
-    def __call__(
-        self,
-        x: Tensor,
-        loss_mask: Tensor | None = None,
-        high_precision: bool = True,
-        reduce_group: Any = None,
-    ) -> Tensor:
-        if loss_mask is not None and not loss_mask.any():
-            self.join(x.device, high_precision, reduce_group)
-            return x.float()
-        return super().__call__(x, loss_mask, high_precision, reduce_group)
-
-    def join(
-        self, device: torch.device, high_precision: bool = True, group: Any = None
-    ) -> None:
-        """Take part in the all-reduces of a call without adding anything."""
-        if not dist.is_initialized():
-            return
-        dtype = torch.float64 if high_precision else torch.float32
-        for level in (self.mean_level, self.std_level):
-            if level == "batch":  # a count, then a sum
-                for _ in range(2):
-                    dist.all_reduce(
-                        torch.zeros(1, dtype=dtype, device=device), group=group
-                    )
-
-
-class ItemNormalization(CollectiveNormalization):
-    """Normalises over items of any sizes, set by `items`; else over AReaL's groups."""
+    Never leaves its peers waiting.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -79,6 +52,18 @@ class ItemNormalization(CollectiveNormalization):
         finally:
             self._num_rows = self._trajectory_of_B = None
 
+    def join(
+        self, device: torch.device, high_precision: bool = True, group: Any = None
+    ) -> None:
+        """Take part in the all-reduces of a call without adding anything."""
+        if not dist.is_initialized():
+            return
+        dtype = torch.float64 if high_precision else torch.float32
+        for level in (self.mean_level, self.std_level):
+            for _ in range(2 if level == "batch" else 0):  # a count, then a sum
+                zero = torch.zeros(1, dtype=dtype, device=device)
+                dist.all_reduce(zero, group=group)
+
     def __call__(
         self,
         x: Tensor,
@@ -86,12 +71,12 @@ class ItemNormalization(CollectiveNormalization):
         high_precision: bool = True,
         reduce_group: Any = None,
     ) -> Tensor:
-        sizes = self._num_rows
-        if sizes is None:
-            return super().__call__(x, loss_mask, high_precision, reduce_group)
         if loss_mask is not None and not loss_mask.any():
             self.join(x.device, high_precision, reduce_group)
             return x.float()
+        sizes = self._num_rows
+        if sizes is None:
+            return super().__call__(x, loss_mask, high_precision, reduce_group)
         if loss_mask is None and self._trajectory_of_B is not None:
             return self._by_trajectory(x, sizes, high_precision, reduce_group)
         mean, std = self._statistics(x, loss_mask, sizes, high_precision, reduce_group)

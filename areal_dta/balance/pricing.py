@@ -48,9 +48,8 @@ class Pricing:
         cost: CostModel,
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
         retain_tokens: int | None = None,
-        training: bool = True,
     ) -> Pricing:
-        """Derive prices for the budgets that the executor will run with.
+        """Derive prices of training with the budgets that the executor will have.
 
         Raises:
             ValueError: a budget is out of range.
@@ -62,20 +61,17 @@ class Pricing:
                 f"retain_tokens={retain_tokens}; expected None (retain all) or >= 0"
             )
         c, again = cost.coefficients(TRAINING), cost.coefficients(FORWARD)
-        if not training:
-            c = again
-        token = c.per_grad_token if training else c.per_no_grad_token
         return cls(
-            per_token=token + c.per_block / block_tokens,
+            per_token=c.per_grad_token + c.per_block / block_tokens,
             per_pair=c.per_pair,
             per_output=c.per_output,
-            per_loss_token=c.per_loss_token * training,
+            per_loss_token=c.per_loss_token,
             per_recomputed_token=again.per_no_grad_token
             + again.per_block / block_tokens,
             per_recomputed_pair=again.per_pair,
             # One block's graph is always kept, see ``schedule``.
             retain_tokens=None
-            if retain_tokens is None or not training
+            if retain_tokens is None
             else max(retain_tokens, block_tokens),
         )
 

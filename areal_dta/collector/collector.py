@@ -81,6 +81,7 @@ class _Waiting:
     source: Hashable
 
 
+_TIMED: Final = ("check", "insert", "fetch", "plan", "meter", "wait")
 _MAX_REMEMBERED: Final = 2**16
 """Maximum number of results that left whose task ids are known, to find duplicates."""
 
@@ -248,12 +249,7 @@ class Collector:
             "evicted_stale": counts["evicted_stale"],
             "dropped": sum(counts[f"rejected/{r}"] for r in REASONS)
             + counts["evicted_stale"],
-            "check_seconds": seconds["check"],
-            "insert_seconds": seconds["insert"],
-            "fetch_seconds": seconds["fetch"],
-            "plan_seconds": seconds["plan"],
-            "meter_seconds": seconds["meter"],
-            "wait_seconds": seconds["wait"],
+            **{f"{name}_seconds": seconds[name] for name in _TIMED},
             "share_of_step": own_seconds * per_step,
             "wait_share_of_step": seconds["wait"] * per_step,
             "waiting": num_waiting,
@@ -261,9 +257,10 @@ class Collector:
             "waiting_sequence_tokens": total.num_sequence_tokens,
             "waiting_tree_tokens": total.num_tree_tokens,
             "waiting_trees": num_trees,
+            **{
+                f"rejected/{reason}": counts[f"rejected/{reason}"] for reason in REASONS
+            },
         }
-        for reason in REASONS:
-            values[f"rejected/{reason}"] = counts[f"rejected/{reason}"]
         return {f"collector/{name}": float(v) for name, v in values.items()}
 
     def _check(self, item: Mapping[str, Any], version: int) -> Group:

@@ -65,10 +65,9 @@ class DispatchController(TrainController):
         sent, shares, _ = self._deal(batch, plan)
         self._call_heads("dispatch_update", sent, shares)
 
-    def take_block_samples(self) -> list[list[float]]:
+    def take_block_samples(self) -> Any:
         """Return the blocks that the workers measured since the last call."""
-        samples: list[list[float]] = self._custom_function_call("take_block_samples")
-        return samples
+        return self._custom_function_call("take_block_samples")
 
     def advance_lr_scheduler(self, num_steps: int) -> None:
         """Fast-forward the LR scheduler after recovery."""

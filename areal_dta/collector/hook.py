@@ -16,7 +16,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -125,8 +126,10 @@ class CollectorHook:
                 batch = PlannedBatch(items, sequences)
             batch.step = self.step
             # The plan
-            planning = self._thread.submit(self._plan, plan, batch)
-            batch.wait = lambda: self._wait(planning)
+            timed = self.collector.timed("plan", time.thread_time)
+            planning = self._thread.submit(timed(plan), batch)
+            waited = self.collector.timed("wait")
+            batch.wait = partial(waited(planning.result), _PLAN_TIMEOUT_SECONDS)
         self.step += 1
         self.last_batch = batch
         return batch
@@ -135,17 +138,6 @@ class CollectorHook:
         for threads in (self._takers, self._thread):
             threads.shutdown(wait=False, cancel_futures=True)
         self._undo_traffic()
-
-    def _plan(
-        self, plan: Callable[[PlannedBatch], BatchPlan], batch: PlannedBatch
-    ) -> None:
-        """Runs in the planner's thread."""
-        with self.collector.timed("plan", time.thread_time):
-            plan(batch)
-
-    def _wait(self, planning: Future[None]) -> None:
-        with self.collector.timed("wait"):
-            planning.result(timeout=_PLAN_TIMEOUT_SECONDS)
 
     def _collecting_task(self, task: Any) -> Callable[[], Any]:
         run = self._task_factory(task)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from areal_dta.collector.collector import BatchSequences
 from areal_dta.collector.planner import BatchPlan, BatchPlanner
@@ -26,7 +27,7 @@ class PlannedBatch(list[Item]):
         self.num_minibatches = 1
         """Minibatches of the actor's update. Forward passes are planned for the same
         number, so that they share its plan."""
-        self.wait: Callable[[], None] | None = None
+        self.wait: Callable[[], Any] | None = None
         """Blocks until another thread has made the plan; None if none is at it."""
         self._plans: dict[tuple[int, int, int], BatchPlan] = {}
 

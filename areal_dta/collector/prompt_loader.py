@@ -73,7 +73,7 @@ class PromptLoader:
         Returns:
             Its id; None if it was not issued here.
         """
-        return self._end(prompt)
+        return self._end(prompt, again=False, has_failed=False)
 
     def issue_again(self, prompt: Any, has_failed: bool = True) -> int | None:
         """Issue the prompt again before new ones, or give it up after MAX_TRIES.
@@ -147,9 +147,7 @@ class PromptLoader:
             self._shuffled, self._epoch = list(self._sampler), epoch
         return self._shuffled[i]
 
-    def _end(
-        self, prompt: Any, again: bool = False, has_failed: bool = False
-    ) -> int | None:
+    def _end(self, prompt: Any, again: bool, has_failed: bool) -> int | None:
         with self._lock:
             if id(prompt) not in self._issued:
                 return None

@@ -7,26 +7,7 @@ that ``areal_dta.engine.model_checks`` can run at start-up, before anything heav
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any, Final
-
-from areal_dta.engine.model_checks import check_actor_config
-
-if TYPE_CHECKING:
-    from areal_dta.engine.dense_engines import (
-        DenseDPOEngine,
-        DenseLMEngine,
-        DensePPOActor,
-        DensePPOCritic,
-        DenseRWEngine,
-    )
-    from areal_dta.engine.dta_engine import DTAEngine
-    from areal_dta.engine.tree_engines import (
-        DTADPOEngine,
-        DTALMEngine,
-        DTAPPOActor,
-        DTAPPOCritic,
-        DTARWEngine,
-    )
+from typing import Any, Final
 
 KINDS: Final = {
     "actor": ("DTAPPOActor", "DensePPOActor"),
@@ -46,25 +27,6 @@ _MODULE_OF: Final = {
     **{tree: "tree_engines" for tree, _ in KINDS.values()},
     **{dense: "dense_engines" for _, dense in KINDS.values()},
 }
-
-__all__ = [
-    "KINDS",
-    "PAIR_KINDS",
-    "VALUE_KINDS",
-    "DTADPOEngine",
-    "DTAEngine",
-    "DTALMEngine",
-    "DTAPPOActor",
-    "DTAPPOCritic",
-    "DTARWEngine",
-    "DenseDPOEngine",
-    "DenseLMEngine",
-    "DensePPOActor",
-    "DensePPOCritic",
-    "DenseRWEngine",
-    "check_actor_config",
-    "engine_class",
-]
 
 
 def engine_class(kind: str, engine: str, attn_impl: str) -> Any:

@@ -39,13 +39,13 @@ from areal_dta.engine.fsdp_gather_step import (
     count_failures,
     raise_if_any_failed,
 )
-from areal_dta.executor.block import IdleCall
+from areal_dta.executor.block import IdleCall, Pace
 from areal_dta.schedule import Round, Schedule, merge_rounds, operations
 from areal_dta.schedule.rounds import BACKWARD, FORWARD
 
 
-class LayerwiseGather:
-    """`executor.block.Pace` of a model sharded by FSDP2.
+class LayerwiseGather(Pace):
+    """Pace of a model sharded by FSDP2.
 
     Args:
         model: wrapped by ``fully_shard``, as are its layers.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,40 +36,23 @@ class LossTraits:
 
 
 _UNKNOWN = LossTraits(needed_outputs=None, adds_up=False, can_split=True)
-
-
-def _grpo(options: dict[str, Any]) -> LossTraits:
-    # PPO, GRPO, GSPO, SAPO, rejection sampling at either level and distillation: sums
-    # over tokens or sequences, divided by the number of loss tokens. M2PO chooses its
-    # mask among the tokens of the micro-batch.
-    adds_up = options.get("m2_threshold") is None
-    return LossTraits(OutputRule(Alignment.OUTPUT), adds_up, can_split=adds_up)
-
-
-def _critic(options: dict[str, Any]) -> LossTraits:
-    return LossTraits(OutputRule(Alignment.OUTPUT), adds_up=True, can_split=True)
-
-
-def _sft(options: dict[str, Any]) -> LossTraits:
-    # divides by 1e-5 + count, so parts differ by 1e-5 / count
-    return LossTraits(OutputRule(Alignment.OUTPUT), adds_up=False, can_split=True)
-
-
-def _dpo(options: dict[str, Any]) -> LossTraits:
-    return LossTraits(OutputRule(Alignment.TOKEN), adds_up=False, can_split=False)
-
-
-def _reward(options: dict[str, Any]) -> LossTraits:
-    return LossTraits(OutputRule(None, last=True), adds_up=False, can_split=False)
-
-
+_AT_OUTPUTS, _AT_TOKENS = OutputRule(Alignment.OUTPUT), OutputRule(Alignment.TOKEN)
 # (module, name), so that no module is imported only to be compared with
-_KNOWN: dict[tuple[str, str], Callable[[dict[str, Any]], LossTraits]] = {
-    ("areal.trainer.ppo.actor", "grpo_loss_fn"): _grpo,
-    ("areal.trainer.ppo.critic", "ppo_loss_fn"): _critic,
-    ("areal.trainer.sft.lm_engine", "compute_packed_sft_loss"): _sft,
-    ("areal.trainer.dpo.dpo_engine", "compute_dpo_loss"): _dpo,
-    ("areal.trainer.rw.rw_engine", "compute_rw_loss"): _reward,
+_KNOWN: dict[tuple[str, str], LossTraits] = {
+    # PPO, GRPO, GSPO, SAPO, rejection sampling at either level and distillation: sums
+    # over tokens or sequences, divided by the number of loss tokens.
+    ("areal.trainer.ppo.actor", "grpo_loss_fn"): LossTraits(_AT_OUTPUTS, True, True),
+    ("areal.trainer.ppo.critic", "ppo_loss_fn"): LossTraits(_AT_OUTPUTS, True, True),
+    # divides by 1e-5 + count, so parts differ by 1e-5 / count
+    ("areal.trainer.sft.lm_engine", "compute_packed_sft_loss"): LossTraits(
+        _AT_OUTPUTS, adds_up=False, can_split=True
+    ),
+    ("areal.trainer.dpo.dpo_engine", "compute_dpo_loss"): LossTraits(
+        _AT_TOKENS, adds_up=False, can_split=False
+    ),
+    ("areal.trainer.rw.rw_engine", "compute_rw_loss"): LossTraits(
+        OutputRule(None, last=True), adds_up=False, can_split=False
+    ),
 }
 
 
@@ -89,7 +72,11 @@ def traits_of(loss_fn: Callable[..., Any]) -> LossTraits:
         else:
             break
     key = getattr(inner, "__module__", ""), getattr(inner, "__name__", "")
-    return _KNOWN[key](options) if key in _KNOWN else _UNKNOWN
+    traits = _KNOWN.get(key, _UNKNOWN)
+    if traits.adds_up and options.get("m2_threshold") is not None:
+        # M2PO chooses its mask among the tokens of the micro-batch.
+        return replace(traits, adds_up=False, can_split=False)
+    return traits
 
 
 def choose_scope(traits: LossTraits, option: str) -> str:

@@ -22,18 +22,6 @@ ConfigT = TypeVar("ConfigT")
 
 _ATTENTION_FOR_LOADING = ("sdpa", "eager")  # need no extra package
 _DIMENSIONS = {"t": "tensor", "p": "pipeline", "c": "context", "e": "expert"}
-# names under which Transformers' decoder configs keep a dropout probability
-_DROPOUT_FIELDS = (
-    "attention_dropout",
-    "attention_probs_dropout_prob",
-    "attn_pdrop",
-    "dropout",
-    "embd_pdrop",
-    "embedding_dropout",
-    "hidden_dropout",
-    "hidden_dropout_prob",
-    "resid_pdrop",
-)
 
 
 def option(config: Any, name: str) -> Any:
@@ -108,7 +96,7 @@ def check_model(hf_config: Any, config: Any) -> list[str]:
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
     from areal_dta.executor import check_model_supported
-    from areal_dta.executor.model_support import random_noise
+    from areal_dta.executor.model_support import dropout, random_noise
     from areal_dta.executor.telemetry import RouterLoad
     from areal_dta.tree import PrefixTree
 
@@ -130,12 +118,7 @@ def check_model(hf_config: Any, config: Any) -> list[str]:
             "config.json, or use backend fsdp:dN"
         )
     # dropout, named by the configuration or by the modules
-    found = [
-        f"{name}={getattr(hf_config, name)}"
-        for name in _DROPOUT_FIELDS
-        if getattr(hf_config, name, None)
-    ]
-    found += sorted(
+    found = dropout(hf_config) + sorted(
         f"{name} (p={module.p})"
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Dropout) and module.p

@@ -41,12 +41,8 @@ _SUMS = (
 )
 
 
-@dataclass(slots=True)
-class _Logged:
-    value: float
-    weight: float
-
-
+_Logged = tuple[float, float]
+"""Value, and its weight."""
 _T = TypeVar("_T")
 _PerMicroBatch = dict[int, dict[str, list[_T]]]
 
@@ -74,9 +70,7 @@ class LossStatistics:
             scope = key.rpartition("/")[0]
             counts = recorded.get(f"{scope}/{_COUNT_KEY}")
             call_weight = sum(counts) if counts else weight
-            self._scalars[micro_batch][key] += [
-                _Logged(value, call_weight) for value in values
-            ]
+            self._scalars[micro_batch][key] += [(x, call_weight) for x in values]
 
     @contextmanager
     def silent_call(self) -> Iterator[None]:
@@ -129,7 +123,7 @@ class LossStatistics:
 
 
 def _combine(key: str, logged: list[_Logged]) -> float:
-    values = [item.value for item in logged]
+    values, weights = zip(*logged, strict=True)
     name = key.rpartition("/")[2]
     if key.startswith("timeperf/"):  # seconds of the calls
         return sum(values)
@@ -139,10 +133,9 @@ def _combine(key: str, logged: list[_Logged]) -> float:
         return min(values)
     if name.startswith("n_"):
         return sum(values)
-    total = sum(item.weight for item in logged)
-    if total == 0:
+    if sum(weights) == 0:
         return sum(values) / len(values)
-    return sum(item.value * item.weight for item in logged) / total
+    return sum(value * weight for value, weight in logged) / sum(weights)
 
 
 @dataclass(frozen=True, slots=True)

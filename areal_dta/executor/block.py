@@ -1,7 +1,7 @@
 """One block: one call of the model on some segments behind their path.
 
 Also the *pace*: when the model may be called. A traversal asks its pace before each
-forward and has it run each backward. `FreePace` is the default: parameters are
+forward and has it run each backward. `Pace` itself is the default: parameters are
 resident, so the model may be called at any time. A model whose parameters are gathered
 around every call (sharded over ranks) needs all ranks to call it equally often and in
 the same order; its pace lives with the code that shards it.
@@ -34,28 +34,23 @@ IdleCall = Callable[[], Sequence[Tensor]]
 so where other ranks have a block and it has none."""
 
 
-class Pace(Protocol):
-    """When the model may be called."""
+class Pace:
+    """When the model may be called: at any time, unless a subclass knows better."""
 
-    @property
-    def calls_when_empty(self) -> bool:
-        """Whether the model may be called although there is nothing to compute."""
-        ...
-
-    @property
-    def waits_for_others(self) -> bool:
-        """Whether a block's measured time includes waiting for other ranks."""
-        ...
+    calls_when_empty = False
+    """Whether the model may be called although there is nothing to compute."""
+    waits_for_others = False
+    """Whether a block's measured time includes waiting for other ranks."""
 
     def traversal(
         self, schedule: Schedule, idle_call: IdleCall
     ) -> AbstractContextManager[None]:
         """Context manager for all steps of a traversal."""
-        ...
+        return nullcontext()
 
     def forward(self) -> AbstractContextManager[None]:
         """Context manager for each forward: one per step that computes something."""
-        ...
+        return nullcontext()
 
     def backward(
         self,
@@ -68,37 +63,11 @@ class Pace(Protocol):
         Args:
             inputs: leaves that get gradients; None: all, the parameters among them.
         """
-        ...
-
-    def together(self) -> AbstractContextManager[None]:
-        """Context manager for calls of the model that every rank makes alike."""
-        ...
-
-
-class FreePace:
-    """No waiting: parameters are resident."""
-
-    calls_when_empty = False
-    waits_for_others = False
-
-    def traversal(
-        self, schedule: Schedule, idle_call: IdleCall
-    ) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def forward(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def backward(
-        self,
-        roots: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        inputs: Sequence[Tensor] | None = None,
-    ) -> None:
         if roots:
             torch.autograd.backward(roots, grads, inputs=inputs)
 
     def together(self) -> AbstractContextManager[None]:
+        """Context manager for calls of the model that every rank makes alike."""
         return nullcontext()
 
 

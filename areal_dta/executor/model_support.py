@@ -107,39 +107,39 @@ def _training_reasons(model: nn.Module) -> list[str]:
             "has changed; switch it off, retain_tokens bounds memory instead"
         )
     config = getattr(model, "config", None)
-    fields = config.get_text_config().to_dict() if config is not None else {}
-    dropped = [
-        f"{key}={value}"
-        for key, value in fields.items()
-        if isinstance(value, float)
-        and value > 0
-        and ("dropout" in key or key in ("attn_pdrop", "embd_pdrop", "resid_pdrop"))
-        and not key.startswith(("classifier", "summary"))  # other heads
-    ]
-    noise = random_noise(config)
-    if noise and model.training:
-        reasons.append(
-            f"{', '.join(noise)}: noise differs between the visits of a shared token; "
-            "set it to 0"
-        )
-    if dropped and model.training:
-        reasons.append(
-            f"{', '.join(dropped)}: dropout differs between the visits of a shared "
-            "token; set it to 0"
-        )
+    if config is None or not model.training:
+        return reasons
+    for what, found in (("noise", random_noise(config)), ("dropout", dropout(config))):
+        if found:
+            reasons.append(
+                f"{', '.join(found)}: {what} differs between the visits of a shared "
+                "token; set it to 0"
+            )
     return reasons
 
 
 def random_noise(config: Any) -> list[str]:
     """Return the noise in training, other than dropout, that a config names."""
-    fields = config.get_text_config().to_dict() if config is not None else {}
     return [
         f"{key}={value}"
-        for key, value in fields.items()
-        if ("jitter" in key or key.endswith(("_noise", "layerdrop")))
-        and isinstance(value, float)
-        and value > 0
+        for key, value in _rates(config)
+        if "jitter" in key or key.endswith(("_noise", "layerdrop"))
     ]
+
+
+def dropout(config: Any) -> list[str]:
+    """Return the dropout rates that a config names, those of other heads left out."""
+    return [
+        f"{key}={value}"
+        for key, value in _rates(config)
+        if ("dropout" in key or key in ("attn_pdrop", "embd_pdrop", "resid_pdrop"))
+        and not key.startswith(("classifier", "summary"))
+    ]
+
+
+def _rates(config: Any) -> list[tuple[str, float]]:
+    fields = config.get_text_config().to_dict().items()
+    return [(k, value) for k, value in fields if isinstance(value, float) and value > 0]
 
 
 def check_no_autocast(model: nn.Module) -> None:

@@ -22,13 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_dta.executor.attention import LayerAttention
-from areal_dta.executor.block import (
-    BlockOutput,
-    BlockRunner,
-    BlockWatch,
-    FreePace,
-    Pace,
-)
+from areal_dta.executor.block import BlockOutput, BlockRunner, BlockWatch, Pace
 from areal_dta.executor.block_layout import TreeTensors
 from areal_dta.executor.config import ExecutorConfig
 from areal_dta.executor.kernels import accumulation_dtype
@@ -119,7 +113,7 @@ class Traversal:
         watch: BlockWatch | None = None,
     ) -> None:
         self._tree, self._schedule, self._loss = tree, schedule, loss
-        self._pace: Pace = pace or FreePace()
+        self._pace = pace or Pace()
         self._cut = cut = schedule.cut
         parameter = next(model.parameters())
         self._device = parameter.device

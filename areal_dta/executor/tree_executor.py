@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_dta.executor.attention import LayerAttention, model_attention
-from areal_dta.executor.block import BlockWatch, FreePace, Pace, idle_outputs
+from areal_dta.executor.block import BlockWatch, Pace, idle_outputs
 from areal_dta.executor.checks.attention_profile import profile_attention
 from areal_dta.executor.config import ExecutionStats, ExecutorConfig
 from areal_dta.executor.model_support import check_model_supported, check_no_autocast
@@ -73,7 +73,7 @@ class TreeExecutor:
         self.model = model
         self.config = config or ExecutorConfig()
         self.outputs = outputs
-        self.pace: Pace = FreePace()
+        self.pace = Pace()
         self.last_stats: ExecutionStats | None = None
         self.last_schedule: Schedule | None = None
         self.last_samples: list[BlockSample] = []

@@ -35,10 +35,6 @@ class BlockFeatures:
     num_loss_tokens: float
     """Tokens of the sequences whose loss is evaluated at the block's exit."""
 
-    def __add__(self, other: BlockFeatures) -> BlockFeatures:
-        sums = (a + b for a, b in zip(self.as_tuple(), other.as_tuple(), strict=True))
-        return BlockFeatures(*sums)
-
     def as_tuple(self) -> tuple[float, ...]:
         return dataclasses.astuple(self)
 

@@ -42,7 +42,6 @@ class FlopModel:
         Raises:
             ValueError: the config lacks a size; the message names it.
         """
-
         d = DecoderSizes.from_config(config)
         attention = d.hidden * d.head_dim * (2 * d.heads + 2 * d.kv_heads)
         mlp = 3 * d.hidden * d.intermediate * d.active_experts + d.hidden * d.experts
@@ -94,30 +93,14 @@ class FlopModel:
             total += forward * (1 + _BACKWARD * step.with_grad)
         return total
 
-    def bound(
-        self,
-        tree: PrefixTree,
-        training: bool = True,
-        needed: NeededOutputs | None = None,
-    ) -> float:
-        """Return dense over minimum tree FLOPs: the limit of any speed-up.
-
-        1.0 where nothing has to be computed.
-        """
-        least = self.tree(tree, training, needed)
-        return self._dense_of(tree, training) / least if least else 1.0
-
     def saving(self, tree: PrefixTree, schedule: Schedule) -> float:
         """Return dense over scheduled FLOPs: the predicted speed-up.
 
         1.0 where nothing has to be computed.
         """
-        ours = self.schedule(schedule)
-        return self._dense_of(tree, schedule.training) / ours if ours else 1.0
-
-    def _dense_of(self, tree: PrefixTree, training: bool) -> float:
         lengths = map(tree.sequence_length, range(tree.num_sequences))
-        return self.dense(lengths, training)
+        ours = self.schedule(schedule)
+        return self.dense(lengths, schedule.training) / ours if ours else 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Bytes of activations and K/V that a schedule will hold, from sizes alone.
+"""Bytes of activations and K/V that a traversal will hold, from sizes alone.
 
 Counted for a Llama-like decoder run eagerly by Transformers, whose norms work in fp32:
   * what autograd saves for the backward, layer by layer;
@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_dta.schedule.flops import DecoderSizes, config_size
-from areal_dta.schedule.schedule import Schedule
 
 _FP32 = 4
 # Values held per logit of the current slab: log-softmax, softmax and one product of
@@ -93,9 +92,9 @@ class MemoryModel:
         """Return the model with measured bytes per token of a graph."""
         return dataclasses.replace(self, graph_bytes=graph_bytes)
 
-    def path(self, num_tokens: float, training: bool = True) -> float:
+    def path(self, num_tokens: float) -> float:
         """Return the bytes of K/V and accumulators of a path or of trunks."""
-        return num_tokens * (self.kv_bytes + self.kv_grad_bytes * training)
+        return num_tokens * (self.kv_bytes + self.kv_grad_bytes)
 
     def graph(self, num_tokens: float, num_outputs: float) -> float:
         """Return the bytes of live graphs, with the logits that they keep."""
@@ -103,9 +102,7 @@ class MemoryModel:
             self.hidden_bytes + self.vocab_size * self.element_bytes
         )
 
-    def working(
-        self, block_tokens: int, num_outputs: int, training: bool = True
-    ) -> float:
+    def working(self, block_tokens: int, num_outputs: int) -> float:
         """Return the bytes that one block needs temporarily, beside its graph."""
         logits = min(
             num_outputs * self.vocab_size,
@@ -114,24 +111,8 @@ class MemoryModel:
         slab = min(logits, max(self.logit_slab_elements, self.vocab_size))
         scaled = _FP32 * (self.element_bytes < _FP32)  # half precision makes a copy
         head = slab * (max(self.element_bytes, _FP32) * _VALUES_PER_LOGIT + scaled)
-        if not training:  # else they count with the graph
-            head += logits * self.element_bytes
+        # gradients of a layer, and of the fragment's own K/V
         layers = block_tokens * self.graph_bytes / self.num_layers
-        if training:  # gradients of a layer, and of the fragment's own K/V
-            layers = _BACKWARD_LAYERS * layers + block_tokens * self.kv_bytes
+        layers = _BACKWARD_LAYERS * layers + block_tokens * self.kv_bytes
         mask = block_tokens**2 * (1 + self.element_bytes)
         return head + layers + mask
-
-    def schedule(self, schedule: Schedule) -> float:
-        """Return the peak bytes of a traversal: each of its three parts at its peak."""
-        cut, training = schedule.cut, schedule.training
-        block = max((s.num_tokens for s in schedule.steps), default=0)
-        outputs = max((s.num_outputs for s in schedule.steps), default=0)
-        # Outputs are spread over the graph as over the whole tree.
-        per_token = cut.needed.num_outputs / max(1, cut.needed.num_computed_tokens)
-        graph_outputs = max(outputs * training, per_token * schedule.peak_graph_tokens)
-        return (
-            self.path(schedule.peak_kv_tokens, training)
-            + self.graph(schedule.peak_graph_tokens, graph_outputs)
-            + self.working(block, outputs, training)
-        )

@@ -40,21 +40,19 @@ class LeafOrder:
         cls,
         tree: PrefixTree,
         lengths: Sequence[int] | IntArray | None = None,
-        tie_break: Sequence[int] | IntArray | None = None,
     ) -> LeafOrder:
         """Order the sequences of a tree, prefixes before their continuations.
+
+        Equal sequences are ordered by their indices.
 
         Args:
             lengths: tokens to compute per sequence, from its front; by default all.
                 (Tokens below the last needed output cost nothing.)
-            tie_break: order of equal sequences; by default their indices, which
-                depend on the order of arrival.
 
         Cost: O(nodes + sequences x depth of the tree in nodes).
 
         Raises:
-            ValueError: an argument has the wrong number of entries, or a length is
-                out of range.
+            ValueError: there is not one length per sequence, or one is out of range.
         """
         n, nodes = tree.num_sequences, tree.nodes
         # Check the lengths against the full ones.
@@ -63,7 +61,11 @@ class LeafOrder:
         for node in nodes:
             for i in node.sequences:
                 end_node[i], full[i] = node.index, node.end
-        length = full if lengths is None else _column("lengths", lengths, n)
+        length = full if lengths is None else np.asarray(lengths, np.int64)
+        if length.shape != (n,):
+            raise ValueError(
+                f"lengths has shape {length.shape}; expected ({n},): one per sequence"
+            )
         wrong = np.flatnonzero((length < 0) | (length > full))
         if len(wrong):
             i = int(wrong[0])
@@ -82,8 +84,7 @@ class LeafOrder:
         while len(above := np.flatnonzero((at >= 0) & (start[at] >= length))):
             at[above] = parent[at[above]]
         key = np.where(at < 0, -1, first[at] + length - start[at] - 1)
-        ties = np.arange(n) if tie_break is None else _column("tie_break", tie_break, n)
-        order = np.lexsort((np.arange(n), ties, key))
+        order = np.argsort(key, kind="stable")
         at, length = at[order], length[order]
         # Neighbours that end in one node share the shorter one's length. Others part at
         # the end of their last common node: the parent of the shallowest node between.
@@ -191,12 +192,3 @@ def range_min(values_N: IntArray, start_K: IntArray, end_K: IntArray) -> IntArra
     if not len(start_K):
         return np.zeros(0, np.int64)
     return RangeMin(values_N, int((end_K - start_K).max()))(start_K, end_K)
-
-
-def _column(name: str, values: Sequence[int] | IntArray, n: int) -> IntArray:
-    column = np.asarray(values, np.int64)
-    if column.shape != (n,):
-        raise ValueError(
-            f"{name} has shape {column.shape}; expected ({n},): one entry per sequence"
-        )
-    return column

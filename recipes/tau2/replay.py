@@ -167,12 +167,9 @@ def _batch(rows: Sequence[_Row]) -> SequenceBatch:
 
 
 def _save_areal(batch: SequenceBatch, path: Path) -> None:
-    from recipes.tau2.recorded.areal_batch import (  # needs torch
-        areal_batch,
-        save_areal_batch,
-    )
+    from recipes.tau2.recorded import areal_batch  # needs torch
 
-    save_areal_batch(areal_batch(batch), path)
+    areal_batch.save_areal_batch(areal_batch.areal_batch(batch), path)
 
 
 _WRITERS: dict[str, Callable[[SequenceBatch, Path], None]] = {

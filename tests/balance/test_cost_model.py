@@ -210,7 +210,7 @@ TREE = make_tree("aabbccc", "aabbddd", "aaeefff", "aaeeggg")
 def test_a_schedule_costs_the_sum_of_its_blocks(retain_tokens, training):
     schedule = build_schedule(TREE, 5, retain_tokens, training)
     priced = list(schedule_features(TREE, schedule))
-    total = sum((f for _, f in priced), BlockFeatures(0, 0, 0, 0, 0, 0))
+    total = BlockFeatures(*np.sum([f.as_tuple() for _, f in priced], axis=0))
     assert total.num_blocks == schedule.num_blocks
     tokens = total.num_grad_tokens + total.num_no_grad_tokens
     assert tokens == schedule.num_forward_tokens

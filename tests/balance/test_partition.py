@@ -75,14 +75,6 @@ def test_what_is_recomputed_is_priced_forward_only():
     assert extra == pytest.approx(expected)
 
 
-def test_forward_only_has_prices_of_its_own():
-    order = LeafOrder.from_arrays([100], [0])
-    trained = RangePrices(PRICING, order, order.length_N).price(0, 1)
-    pricing = Pricing.from_cost_model(COST, training=False)
-    forward = RangePrices(pricing, order, order.length_N).price(0, 1)
-    assert 2.9 < trained / forward < 3.1  # a backward costs two forwards
-
-
 def test_the_price_is_near_that_of_the_schedule():
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 50, 300)

@@ -46,7 +46,6 @@ def test_dense_and_tree_by_hand():
     assert model.dense([3, 3], training=False) == dense
     assert model.tree(tree, False, every_token(tree)) == everything
     assert model.tree(tree, training=False) == shared
-    assert model.bound(tree) == dense / shared
     assert model.tree(tree) == 3 * shared
 
 
@@ -55,7 +54,8 @@ def test_schedule_adds_recomputation_only():
     tree = make_tree("abcdefgh", "abcdxyzw")
     kept = build_schedule(tree, 3, None)
     assert model.schedule(kept) == model.tree(tree)
-    assert model.saving(tree, kept) == model.bound(tree)
+    dense = model.dense(map(tree.sequence_length, range(tree.num_sequences)))
+    assert model.saving(tree, kept) == dense / model.tree(tree)
     again = build_schedule(tree, 3, 0)
     assert model.schedule(again) > model.tree(tree)
 
@@ -63,9 +63,10 @@ def test_schedule_adds_recomputation_only():
 def test_no_sharing_saves_nothing_and_empty_is_one():
     model = FlopModel.from_config(SHAPE)
     alone = make_tree("abc", "xyz")
-    assert model.bound(alone, needed=every_token(alone)) == 1.0
+    lengths = map(alone.sequence_length, range(alone.num_sequences))
+    assert model.dense(lengths) == model.tree(alone, needed=every_token(alone))
     empty = PrefixTree()
-    assert model.bound(empty) == model.saving(empty, build_schedule(empty)) == 1.0
+    assert model.tree(empty) == 0 and 1.0 == model.saving(empty, build_schedule(empty))
 
 
 def test_a_config_without_sizes_is_named():

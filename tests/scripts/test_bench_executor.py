@@ -247,8 +247,10 @@ def test_bounds_follow_from_what_is_computed(model):
     least = {n: make_variant(n, model, {}).min_flops(work) for n in VARIANTS}
     bounds = {name: least["dense"] / least[name] for name in VARIANTS}
     needed = NeededOutputs.logprobs_at(work.tree, work.positions)
-    assert bounds["packed"] == bounds["dfs"] == flops.bound(work.tree)
-    assert bounds["dta"] == flops.bound(work.tree, needed=needed) > bounds["packed"]
+    dense = flops.dense(work.lengths)
+    assert bounds["packed"] == bounds["dfs"] == dense / flops.tree(work.tree)
+    assert bounds["dta"] == dense / flops.tree(work.tree, needed=needed)
+    assert bounds["dta"] > bounds["packed"]
     assert bounds["leaf"] == bounds["dense_ckpt"] == 1.0
 
 

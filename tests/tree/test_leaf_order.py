@@ -33,11 +33,11 @@ def test_only_what_is_read_counts():
     assert order.lcp_N.tolist() == [0, 0, 1]
 
 
-def test_ties_can_be_broken_by_the_caller():
-    order = leaf_order([[1], [1], [0]], tie_break=[9, 3, 5])
-    assert order.sequence_N.tolist() == [2, 1, 0]
+def test_equal_sequences_keep_their_order():
+    order = leaf_order([[1], [1], [0]])
+    assert order.sequence_N.tolist() == [2, 0, 1]
     tree = PrefixTree.from_sequences([[1], [1], [0]])
-    assert same(order, LeafOrder.from_tree(tree, tie_break=[9, 3, 5]))
+    assert same(order, LeafOrder.from_tree(tree))
 
 
 @given(batches())
@@ -104,5 +104,5 @@ def test_bad_arguments_name_the_sequence():
     tree = make_tree("ab", "c")
     with pytest.raises(ValueError, match=r"lengths\[1\]=2; expected 0 to 1"):
         LeafOrder.from_tree(tree, lengths=[1, 2])
-    with pytest.raises(ValueError, match="tie_break has shape"):
-        LeafOrder.from_tree(tree, tie_break=[1])
+    with pytest.raises(ValueError, match=r"lengths has shape \(1,\); expected \(2,\)"):
+        LeafOrder.from_tree(tree, lengths=[1])

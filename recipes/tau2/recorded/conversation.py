@@ -75,21 +75,17 @@ def _text(message: Message, index: int) -> str:
 
 def _assistant_message(message: Message, solo: bool) -> Message:
     content = strip_thinking(message.get("content") or "")
-    calls = [
-        _tool_call(call["name"], call["arguments"], call.get("id", ""))
-        for call in message.get("tool_calls") or ()
-    ]
+    calls = list(message.get("tool_calls") or ())
     if solo and not calls and content == STOP_TEXT:
-        content, calls = "", [_tool_call(STOP_TOOL, {}, "")]
+        content, calls = "", [{"name": STOP_TOOL, "arguments": {}}]
     result: Message = {"role": "assistant", "content": content}
     if calls:
-        result["tool_calls"] = calls
+        result["tool_calls"] = [
+            {
+                "id": call.get("id", ""),
+                "type": "function",
+                "function": {"name": call["name"], "arguments": call["arguments"]},
+            }
+            for call in calls
+        ]
     return result
-
-
-def _tool_call(name: str, arguments: dict[str, Any], call_id: str) -> dict[str, Any]:
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": name, "arguments": arguments},
-    }

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from areal_dta.tree import PrefixTree
 from recipes.tau2.recorded.sequences import SequenceBatch
-
-_HEADER = (
-    "domain",
-    "trajectories",
-    "sequences",
-    "length mean / p50 / max",
-    "loss tokens",
-    "total / unique",
-    "within a trajectory",
-    "within a task",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +29,20 @@ class SharingStatistics:
     """Sharing ratio of one trajectory's sequences, mean over trajectories."""
     sharing_ratio_task: float
     """Sharing ratio of one task's sequences, mean over tasks."""
+
+
+_COLUMNS: dict[str, Callable[[SharingStatistics], str]] = {
+    "domain": lambda s: s.domain,
+    "trajectories": lambda s: f"{s.num_trajectories:,}",
+    "sequences": lambda s: f"{s.num_sequences:,}",
+    "length mean / p50 / max": lambda s: (
+        f"{s.length_mean:,.0f} / {s.length_p50:,.0f} / {s.length_max:,}"
+    ),
+    "loss tokens": lambda s: f"{s.loss_share:.2%}",
+    "total / unique": lambda s: f"{s.sharing_ratio:.1f}",
+    "within a trajectory": lambda s: f"{s.sharing_ratio_trajectory:.1f}",
+    "within a task": lambda s: f"{s.sharing_ratio_task:.1f}",
+}
 
 
 def sharing_statistics(batch: SequenceBatch) -> list[SharingStatistics]:
@@ -86,18 +89,6 @@ def _mean_ratio(
 
 def markdown_table(statistics: Sequence[SharingStatistics]) -> str:
     """Format one row per domain."""
-    rows = [_HEADER, ("---",) * len(_HEADER)]
-    for s in statistics:
-        rows.append(
-            (
-                s.domain,
-                f"{s.num_trajectories:,}",
-                f"{s.num_sequences:,}",
-                f"{s.length_mean:,.0f} / {s.length_p50:,.0f} / {s.length_max:,}",
-                f"{s.loss_share:.2%}",
-                f"{s.sharing_ratio:.1f}",
-                f"{s.sharing_ratio_trajectory:.1f}",
-                f"{s.sharing_ratio_task:.1f}",
-            )
-        )
+    rows = [list(_COLUMNS), ["---"] * len(_COLUMNS)]
+    rows += [[cell(s) for cell in _COLUMNS.values()] for s in statistics]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

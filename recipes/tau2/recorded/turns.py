@@ -165,13 +165,9 @@ class TurnTokenizer:
             self._think_tokens - half, self._think_tokens + half + 1
         )
         words = source[~np.isin(source, self._added_ids)]
-        return np.concatenate(
-            [
-                self._ids("<think>\n"),
-                rng.choice(words, num_tokens),
-                self._ids("\n</think>\n\n"),
-            ]
-        )
+        thoughts = rng.choice(words, num_tokens)
+        marks = self._ids("<think>\n"), self._ids("\n</think>\n\n")
+        return np.concatenate([marks[0], thoughts, marks[1]])
 
     def _ids(self, text: str) -> TokenIds:
         if text not in self._ids_of:
