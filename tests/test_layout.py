@@ -50,7 +50,7 @@ LIGHT = {
     "areal_dta.config.engine_options": "torch areal transformers",
     "areal_dta.config.server_options": "torch areal transformers pydantic",
     "areal_dta.executor": "areal ray hydra",
-    "areal_dta.engine.model_checks": "torch areal transformers",
+    "areal_dta.engine.setting_checks": "torch areal transformers",
     "areal_dta.rollout_server.server": "torch areal",
     "areal_dta.rollout_server.app": "areal",
     "areal_dta.embedded": "torch areal transformers numpy",

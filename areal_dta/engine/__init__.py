@@ -1,7 +1,7 @@
 """AReaL training engines on the tree executor, their dense twins, and which to use.
 
 Importing this package is light: an engine's class loads AReaL when it is first used, so
-that ``areal_dta.engine.model_checks`` can run at start-up, before anything heavy.
+that ``areal_dta.engine.setting_checks`` can run at start-up, before anything heavy.
 """
 
 from __future__ import annotations

@@ -46,21 +46,21 @@ from areal_dta.engine.loss import (
     choose_scope,
     traits_of,
 )
-from areal_dta.engine.model_checks import (
+from areal_dta.engine.oom_retry import TreeRunner
+from areal_dta.engine.placeholder_rows import load_together
+from areal_dta.engine.setting_checks import (
     check_actor_config,
-    check_model,
     effective_config,
     option,
     zero_dropout_rates,
 )
-from areal_dta.engine.oom_retry import TreeRunner
-from areal_dta.engine.placeholder_rows import load_together
 from areal_dta.engine.statistics import (
     TrainingWork,
     derive_ratios,
     record_expert_load,
 )
 from areal_dta.executor import TreeExecutor
+from areal_dta.executor.model_refusals import check_unloaded_model
 from areal_dta.schedule import FlopModel
 from areal_dta.tree import PrefixTree
 
@@ -99,7 +99,13 @@ class DTAEngine(FSDPEngine):
                 f"{self.config.path}: vision models ({self.model_config.model_type}) "
                 "are not supported by the tree engine; use actor.backend=fsdp:dN"
             )
-        messages += check_model(self.model_config, config)
+        messages += check_unloaded_model(
+            self.model_config,
+            is_critic=config.is_critic,
+            trains=config.optimizer is not None,
+            disable_dropout=config.disable_dropout,
+            router_load=option(config, "router_load"),
+        )
         logger = logging.getLogger("DTAEngine")
         for message in messages:
             logger.warning(message)

@@ -30,7 +30,7 @@ from areal_dta.engine.fsdp_gather_step import (
     forward_pass,
     training_pass,
 )
-from areal_dta.engine.model_checks import option
+from areal_dta.engine.setting_checks import option
 from areal_dta.engine.statistics import LossStatistics
 from areal_dta.executor import (
     ExecutorConfig,

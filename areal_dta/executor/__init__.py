@@ -4,7 +4,7 @@ import sys
 
 from areal_dta.executor import oracle
 from areal_dta.executor.config import ExecutionStats, ExecutorConfig
-from areal_dta.executor.model_support import (
+from areal_dta.executor.model_refusals import (
     UnsupportedModelError,
     check_model_supported,
 )

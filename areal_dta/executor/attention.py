@@ -12,7 +12,7 @@ takes its gradients backward when all its branches are done.
 Invariants, and the tests that hold them (tests/executor):
   * every kernel gives what masked softmax gives: test_kernels.py
   * windows, soft caps and sinks give what eager attention gives: test_parity.py
-  * the model gets its own attention back: test_model_support.py
+  * the model gets its own attention back: test_model_refusals.py
 """
 
 # S = block tokens, P = path tokens, N = query heads, K = key/value heads, H = head dim
@@ -38,7 +38,7 @@ from areal_dta.executor.kernels import (
     select_kernel,
 )
 from areal_dta.executor.kv_cache import LayerPath, PathCache
-from areal_dta.executor.model_support import (
+from areal_dta.executor.model_refusals import (
     REMEDY,
     UnsupportedModelError,
     check_attention_call,

@@ -24,7 +24,7 @@ from areal_dta.executor.attention import BlockAttention, LayerAttention, active_
 from areal_dta.executor.block_layout import BlockLayout, TreeTensors, lay_out
 from areal_dta.executor.kernels import Mask
 from areal_dta.executor.kv_cache import PathCache
-from areal_dta.executor.model_support import model_inputs
+from areal_dta.executor.model_refusals import model_inputs
 from areal_dta.executor.outputs import OutputHead
 from areal_dta.schedule import Schedule, cut_tree
 from areal_dta.tree import PrefixTree

@@ -31,7 +31,7 @@ from areal_dta.executor.attention import LayerAttention, model_attention
 from areal_dta.executor.block import BlockWatch, Pace, idle_outputs
 from areal_dta.executor.checks.attention_profile import profile_attention
 from areal_dta.executor.config import ExecutionStats, ExecutorConfig
-from areal_dta.executor.model_support import check_model_supported, check_no_autocast
+from areal_dta.executor.model_refusals import check_model_supported, check_no_autocast
 from areal_dta.executor.oracle import SequenceOutput, ValueOutput
 from areal_dta.executor.outputs import make_head
 from areal_dta.executor.telemetry import BlockTimer

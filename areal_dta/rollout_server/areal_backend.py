@@ -33,6 +33,7 @@ from areal.infra import RemoteInfEngine, RolloutController
 from areal.infra.remote_inf_engine import GroupedRolloutWorkflow
 from areal.utils.network import find_free_ports, format_hostport, gethostip
 
+from areal_dta.config import lora
 from areal_dta.config.server_options import TOKEN_VARIABLE, LocalServerConfig
 from areal_dta.rollout_server.draws import DrawKeys, KeyedGroup, KeyedSample
 from areal_dta.rollout_server.server import (
@@ -69,11 +70,7 @@ class LocalBackend(SGLangBackend):
     def build_generation_request(
         self, req: ModelRequest, with_lora: bool, version: int
     ) -> HttpRequest:
-        if with_lora:
-            raise ValueError(
-                "the local rollout server does not serve LoRA adapters; set "
-                "rollout.use_lora=false or use rollout.backend=sglang."
-            )
+        lora.check_request(with_lora)
         request = super().build_generation_request(req, with_lora, version)
         # AReaL leaves min_new_tokens out. After an interruption it sends the tokens so
         # far as a part of the prompt, so those have to be counted here (the client

@@ -19,7 +19,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from areal_dta.executor.model_support import (
+from areal_dta.config import lora
+from areal_dta.executor.model_refusals import (
     UnsupportedModelError,
     check_model_supported,
 )
@@ -143,11 +144,8 @@ def update_weights(model: PreTrainedModel, model_path: str) -> None:
     path = Path(model_path)
     if not path.is_dir():
         raise CheckpointError(f"{model_path!r} is not a directory on this machine.")
-    if (path / "adapter_config.json").exists():
-        raise CheckpointError(
-            f"{model_path!r} holds a LoRA adapter; the local rollout server takes full "
-            "weights only. Set actor.use_lora=false or rollout.backend=sglang."
-        )
+    if problem := lora.adapter_problem(path):
+        raise CheckpointError(problem)
     try:
         _check_same_function(model, path)
         loaded: Any = type(model).from_pretrained(

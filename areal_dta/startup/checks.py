@@ -3,7 +3,7 @@
 Each check returns nothing, or raises `ConfigError` with one line: what was got, what
 was expected, and the remedy. This is the only place where a user's setting is refused
 for its meaning; the schema refuses keys and types, the tree engine's own refusals are
-in `areal_dta.engine.model_checks`.
+in `areal_dta.engine.setting_checks`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shlex
 from importlib.util import find_spec
 
 from areal_dta.areal_fixes.registry import check_versions
+from areal_dta.config import lora
 from areal_dta.config.composed import (
     Composed,
     ConfigError,
@@ -26,7 +27,7 @@ from areal_dta.config.resolved import ResolvedRun, Section
 from areal_dta.config.schema import DTAConfig, DTAGRPOConfig, load_object
 from areal_dta.config.server_options import SPARE_FILES
 from areal_dta.engine import PAIR_KINDS, VALUE_KINDS, engine_class
-from areal_dta.engine.model_checks import check_actor_config
+from areal_dta.engine.setting_checks import check_actor_config
 from areal_dta.startup.compose import detect_hardware, num_gpus
 
 _EXAMPLES = {"ppo": "prompts", "sft": "examples", "dpo": "pairs", "rw": "pairs"}
@@ -152,11 +153,7 @@ def check_embedded_server(config: DTAGRPOConfig) -> None:
             "rollout.backend=local takes weights from disk only; "
             "use actor.weight_update_mode=disk"
         )
-    if config.actor.use_lora or config.rollout.use_lora:
-        raise ConfigError(
-            "actor.use_lora=true, but rollout.backend=local takes whole checkpoints, "
-            "not adapters; use rollout.backend=sglang:dN, or actor.use_lora=false"
-        )
+    lora.check_served(config)
     try:
         config.local.validate()
     except ValueError as e:

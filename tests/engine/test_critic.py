@@ -9,7 +9,7 @@ from areal.api.cli_args import MicroBatchSpec, PPOCriticConfig
 from areal.engine.fsdp_engine import FSDPPPOActor
 
 from areal_dta.engine import DensePPOCritic, DTAPPOCritic
-from areal_dta.engine.model_checks import option
+from areal_dta.engine.setting_checks import option
 from tests.engine.builders import (
     actor_config,
     build_engine,

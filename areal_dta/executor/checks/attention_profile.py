@@ -38,7 +38,7 @@ from areal_dta.executor.attention import (
 )
 from areal_dta.executor.kernels import Mask, accumulation_dtype
 from areal_dta.executor.kv_cache import PathCache
-from areal_dta.executor.model_support import (
+from areal_dta.executor.model_refusals import (
     REMEDY,
     UnsupportedModelError,
     check_attention_call,

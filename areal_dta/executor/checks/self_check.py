@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from areal_dta.executor import oracle
 from areal_dta.executor.attention import model_attention
 from areal_dta.executor.kernels import accumulation_dtype
-from areal_dta.executor.model_support import UnsupportedModelError
+from areal_dta.executor.model_refusals import UnsupportedModelError
 from areal_dta.executor.telemetry import is_router
 from areal_dta.executor.traversal import Traversal
 from areal_dta.executor.tree_executor import TreeExecutor

@@ -1,19 +1,24 @@
-"""Which models are refused, and why: those that cannot be split at a prefix.
+"""A model is refused here: which models, and why. They cannot be split at a prefix.
 
 Exact are decoders whose layers mix tokens only in causal softmax attention, with
 positions that depend on the token's depth alone. Every other model is refused by name:
 at start-up where the config tells, else at the first block. Nothing is silently
-ignored: test_model_support.py.
+ignored: test_model_refusals.py.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+
+from areal_dta.executor.telemetry import RouterLoad
+from areal_dta.tree import PrefixTree
 
 # What a layer may ask its attention for; attention.py serves it.
 _SERVED = frozenset({"sliding_window", "softcap", "s_aux"})
@@ -60,6 +65,63 @@ def check_model_supported(model: nn.Module, training: bool = True) -> None:
             f"{type(model).__name__} cannot be trained on prefix trees: "
             f"{'; '.join(reasons)}; {REMEDY}"
         )
+
+
+def check_unloaded_model(
+    hf_config: Any,
+    *,
+    is_critic: bool = False,
+    trains: bool = True,
+    disable_dropout: bool = False,
+    router_load: bool = False,
+) -> list[str]:
+    """Check a model by its configuration and its modules, before weights are loaded.
+
+    Args:
+        is_critic: it gives one value per token.
+        trains: it will be trained; otherwise its noise does no harm.
+        disable_dropout: dropout is switched off once it is loaded.
+        router_load: the tokens of its experts will be counted.
+
+    Returns:
+        A message if its dropout is switched off.
+
+    Raises:
+        UnsupportedModelError: the model cannot be split at a prefix.
+        ValueError: it has noise, or dropout that stays, or no experts to count.
+    """
+    hf_config = copy.deepcopy(hf_config)
+    auto: Any = AutoModelForCausalLM
+    if is_critic:
+        auto, hf_config.num_labels = AutoModelForTokenClassification, 1
+    with torch.device("meta"):  # the modules, without memory for weights
+        model = auto.from_config(hf_config, trust_remote_code=True)
+    check_model_supported(model, training=False)
+    if router_load:
+        RouterLoad(model, PrefixTree.from_sequences([]))  # raises if there are none
+    name = type(model).__name__
+    if trains and (noise := random_noise(hf_config)):
+        raise ValueError(
+            f"{name} draws noise in training: {', '.join(noise)}; it differs between "
+            "the visits of a shared token: set it to 0 in the model's config.json, or "
+            "use backend fsdp:dN"
+        )
+    # dropout, named by the configuration or by the modules
+    found = dropout(hf_config) + sorted(
+        f"{path} (p={module.p})"
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Dropout) and module.p
+    )
+    if found and not disable_dropout:
+        # a recomputed block would also draw another mask
+        raise ValueError(
+            f"{name} has dropout: {', '.join(found)}; a tree token is computed once "
+            "for all sequences through it, so they would share one mask: set "
+            "disable_dropout=true, or use backend fsdp:dN"
+        )
+    if found:
+        return [f"dropout of the model ({', '.join(found)}) is switched off"]
+    return []
 
 
 def _config_reasons(config: Any) -> list[str]:

@@ -9,13 +9,10 @@ from areal.api.cli_args import FSDPEngineConfig, PPOCriticConfig
 from transformers import Qwen3Config
 
 from areal_dta.config.engine_options import DTAOptions
-from areal_dta.engine import (
-    DTAPPOActor,
-    DTAPPOCritic,
-    check_actor_config,
-)
-from areal_dta.engine.model_checks import check_model, effective_config
+from areal_dta.engine import DTAPPOActor, DTAPPOCritic
+from areal_dta.engine.setting_checks import check_actor_config, effective_config
 from areal_dta.executor import UnsupportedModelError
+from areal_dta.executor.model_refusals import check_unloaded_model
 from tests.engine.builders import actor_config, save_tiny_model, value_config
 
 ROOT = Path(__file__).parents[2]
@@ -109,10 +106,10 @@ def test_our_backend_is_translated_for_areal():
 def test_dropout():
     dropping = Qwen3Config(num_hidden_layers=1, attention_dropout=0.1)
     with pytest.raises(ValueError, match="attention_dropout=0.1.*disable_dropout=true"):
-        check_model(dropping, config())
-    messages = check_model(dropping, config(disable_dropout=True))
+        check_unloaded_model(dropping)
+    messages = check_unloaded_model(dropping, disable_dropout=True)
     assert len(messages) == 1 and "switched off" in messages[0]
-    assert check_model(Qwen3Config(num_hidden_layers=1), config()) == []
+    assert check_unloaded_model(Qwen3Config(num_hidden_layers=1)) == []
 
 
 def test_the_engine_refuses_before_it_loads_anything(tmp_path, world):

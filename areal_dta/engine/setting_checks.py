@@ -1,13 +1,8 @@
-"""What the tree engine refuses or switches off: settings, models, dropout; not LoRA.
+"""Settings that the tree engine refuses or switches off.
 
 `check_actor_config` reads the configuration alone and imports neither AReaL nor torch,
-so that the launcher can call it first; `check_model` builds the model without weights.
-
-LoRA (``use_lora``) needs nothing here: AReaL adds peft's adapters to the model before
-FSDP wraps it, the executor calls the adapted modules, and the passes over the model
-(fsdp_gather_step, fsdp_gather_layer) gather and reduce what requires a gradient. Only
-the embedded rollout server refuses it, because it takes whole checkpoints
-(startup.checks).
+so that the launcher can call it first. Which models are refused:
+`areal_dta.executor.model_refusals`. LoRA is not: `areal_dta.config.lora`.
 """
 
 from __future__ import annotations
@@ -76,63 +71,6 @@ def effective_config(config: ConfigT) -> ConfigT:
     if isinstance(values.backend, str) and values.backend.startswith("dta:"):
         values.backend = "fsdp:" + values.backend.removeprefix("dta:")
     return config
-
-
-def check_model(hf_config: Any, config: Any) -> list[str]:
-    """Check a model by its configuration and its modules, before weights are loaded.
-
-    Args:
-        hf_config: of Hugging Face.
-        config: of the engine.
-
-    Returns:
-        One message per setting that the engine switches off.
-
-    Raises:
-        UnsupportedModelError: the model cannot be split at a prefix.
-        ValueError: it has dropout that is not disabled, or no experts to count.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-
-    from areal_dta.executor import check_model_supported
-    from areal_dta.executor.model_support import dropout, random_noise
-    from areal_dta.executor.telemetry import RouterLoad
-    from areal_dta.tree import PrefixTree
-
-    # build the modules, without memory for weights
-    hf_config = copy.deepcopy(hf_config)
-    auto: Any = AutoModelForCausalLM
-    if config.is_critic:
-        auto, hf_config.num_labels = AutoModelForTokenClassification, 1
-    with torch.device("meta"):
-        model = auto.from_config(hf_config, trust_remote_code=True)
-    check_model_supported(model, training=False)
-    if option(config, "router_load"):
-        RouterLoad(model, PrefixTree.from_sequences([]))  # raises if there are none
-    noise = random_noise(hf_config)
-    if noise and getattr(config, "optimizer", None) is not None:
-        raise ValueError(
-            f"{type(model).__name__} draws noise in training: {', '.join(noise)}; it "
-            "differs between the visits of a shared token: set it to 0 in the model's "
-            "config.json, or use backend fsdp:dN"
-        )
-    # dropout, named by the configuration or by the modules
-    found = dropout(hf_config) + sorted(
-        f"{name} (p={module.p})"
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Dropout) and module.p
-    )
-    if not found:
-        return []
-    if not config.disable_dropout:
-        # a recomputed block would also draw another mask
-        raise ValueError(
-            f"{type(model).__name__} has dropout: {', '.join(found)}; a tree token is "
-            "computed once for all sequences through it, so they would share one mask: "
-            "set disable_dropout=true, or use backend fsdp:dN"
-        )
-    return [f"dropout of the model ({', '.join(found)}) is switched off"]
 
 
 def zero_dropout_rates(model: Any) -> None:
