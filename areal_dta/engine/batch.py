@@ -86,15 +86,7 @@ class RankBatch:
 
         Unlike AReaL's, per-row values [B] are cut to the chosen rows as well.
         """
-        index = torch.tensor(row_ids)
-        chosen: dict[str, Any] = {}
-        for key, value in self.rows.items():
-            if torch.is_tensor(value) and value.ndim and len(value) == self.num_rows:
-                chosen[key] = value[index]
-            elif isinstance(value, list) and len(value) == self.num_rows:
-                chosen[key] = [value[row] for row in row_ids]
-            else:
-                chosen[key] = value
+        chosen = select_rows(self.rows, torch.tensor(row_ids), self.num_rows)
         packed = tensor_container_to(pack_tensor_dict(chosen), device)
         packed["max_seqlen"] = int(packed["max_seqlen"])
         packed["max_length_q"] = packed["max_length_k"] = packed["max_seqlen"]
@@ -116,6 +108,20 @@ class RankBatch:
             forward_indices=forward,
             backward_indices=backward.tolist(),
         )
+
+
+def select_rows(
+    rows: dict[str, Any], index: torch.Tensor, num_rows: int
+) -> dict[str, Any]:
+    """Return some rows of every tensor and list that has ``num_rows`` of them."""
+    chosen: dict[str, Any] = {}
+    for key, value in rows.items():
+        if torch.is_tensor(value) and value.ndim and len(value) == num_rows:
+            value = value[index]
+        elif isinstance(value, list) and len(value) == num_rows:
+            value = [value[row] for row in index.tolist()]
+        chosen[key] = value
+    return chosen
 
 
 def load_batch(input_: BatchInput, mb_spec: MicroBatchSpec) -> RankBatch:

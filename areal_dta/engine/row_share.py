@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from areal_dta.engine.batch import select_rows
+
 Item = dict[str, Any]
 
 PIECES: Final = "areal_dta_pieces"
@@ -81,17 +83,12 @@ def take_rows(item: Item, rows: Sequence[int]) -> Item:
         return item
     index = torch.tensor(list(rows), device=mask_BS.device)
     longest = int(mask_BS[index].sum(-1).max())
-    taken: Item = {}
-    for key, value in item.items():
-        if torch.is_tensor(value) and value.ndim and len(value) == num_rows:
-            value = value[index]
+    taken = select_rows(item, index, num_rows)
+    for key, value in taken.items():
+        if torch.is_tensor(value) and value.ndim and value is not item[key]:
             if value.ndim > 1 and value.shape[1] == width:
                 value = value[:, :longest]
             taken[key] = value.contiguous()
-        elif isinstance(value, list) and len(value) == num_rows:
-            taken[key] = [value[row] for row in rows]
-        else:
-            taken[key] = value
     return taken
 
 
