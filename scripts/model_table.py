@@ -18,7 +18,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-from tests.executor.model_sweep import CASES, judge, table, table_row  # noqa: E402
+from tests.executor.model_sweep import CASES, judge  # noqa: E402
+from tests.executor.model_table import table, table_row  # noqa: E402
 
 
 def main(model_types: list[str]) -> None:

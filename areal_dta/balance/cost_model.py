@@ -155,7 +155,7 @@ class CostModel:
         return self.coefficients(kind).seconds(features)
 
     def schedule_seconds(self, tree: PrefixTree, schedule: Schedule) -> float:
-        """Of a whole pass: each of its blocks by its own counts."""
+        """Return the seconds of a pass: each of its blocks by its own counts."""
         sums = {kind: np.zeros(NUM_FEATURES) for kind in KINDS}
         for kind, features in schedule_features(tree, schedule):
             sums[kind] += features.as_tuple()

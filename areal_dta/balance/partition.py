@@ -67,7 +67,7 @@ class Candidate:
     makespan_seconds: float
     total_seconds: float
     num_tree_tokens: int
-    """Over all ranks."""
+    """Sum over all ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +75,16 @@ class Plan:
     """Sequences of each rank, and their predicted seconds."""
 
     assignments: tuple[tuple[int, ...], ...]
-    """Per rank, the indices of its sequences in depth-first order; may be empty."""
+    """Indices of each rank's sequences in depth-first order; may be empty."""
     predicted_seconds: tuple[float, ...]
-    """Per rank."""
+    """One entry per rank."""
     method: str
     """One of METHODS, which the plan started from (tree tokens, if from a packing)."""
     num_moves: int
     """Moves and swaps of branches between ranks since then."""
     num_sequence_tokens: int
     num_tree_tokens: int
-    """Over the trees of all ranks."""
+    """Sum over the trees of all ranks."""
     num_repeated_tokens: int
     """Tree tokens beyond those of a single tree."""
     candidates: tuple[Candidate, ...]

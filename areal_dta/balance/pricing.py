@@ -33,11 +33,11 @@ class Pricing:
     """Prices of counts, in seconds."""
 
     per_token: float
-    """Per tree token, with its share of a block's overhead."""
+    """Seconds per tree token, with its share of a block's overhead."""
     per_pair: float
     per_output: float
     per_loss_token: float
-    """Per token of a sequence; shared ones count for each sequence."""
+    """Seconds per token of a sequence; shared ones count for each sequence."""
     per_recomputed_token: float
     per_recomputed_pair: float
     retain_tokens: int | None

@@ -40,16 +40,16 @@ class BatchSequences:
     """The sequences of a batch in depth-first order: all that planning needs."""
 
     owners: tuple[Owner, ...]
-    """Per sequence (index of the item in the batch, row in the item)."""
+    """Index of the item in the batch and row in the item, per sequence."""
     order: LeafOrder
     num_outputs_N: NDArray[np.int64]
-    """Per sequence the number of outputs that the loss reads."""
+    """Number of outputs that the loss reads, per sequence."""
     stats: ForestStats
     """Statistics of the forest of this batch alone."""
     needed_outputs_N: tuple[NDArray[np.int32], ...]
-    """Per sequence the depths of the tokens whose output the loss reads, rising."""
+    """Depths of the tokens whose output the loss reads, rising, per sequence."""
     tokens_N: tuple[NDArray[np.uint32], ...]
-    """Per sequence its token ids; views into the forest's memory."""
+    """Token ids per sequence; views into the forest's memory."""
     reward: float | None = None
     """Mean over the sequences; None if it is not known."""
 

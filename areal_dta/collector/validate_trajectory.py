@@ -51,11 +51,11 @@ class Group:
 
     sequences: tuple[NDArray[np.integer], ...]
     needed_outputs: tuple[NDArray[np.int64], ...]
-    """Per sequence the depths of the tokens whose output the loss reads, rising."""
+    """Depths of the tokens whose output the loss reads, rising, per sequence."""
     head_version: int | None
     """Policy version of the oldest first generated token; None if not recorded."""
     rewards: tuple[float, ...]
-    """Per sequence; empty if not recorded."""
+    """One per sequence; empty if not recorded."""
 
     @property
     def num_tokens(self) -> int:

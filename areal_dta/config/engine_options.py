@@ -41,11 +41,11 @@ class DTAOptions:
     """When the ranks gather sharded parameters: step, once per pass; block, layer by
     layer with the ranks in step, for models that do not fit."""
     router_load: bool = False
-    """For a mixture of experts: log as dta/expert_load_max_over_mean how unevenly the
-    experts are chosen."""
+    """Log as dta/expert_load_max_over_mean how unevenly the experts of a mixture are
+    chosen."""
     self_check: bool = False
-    """Before the first training step, compare a tiny tree with single sequences through
-    the real model, and stop if they differ."""
+    """Compare a tiny tree with single sequences through the real model before the first
+    training step, and stop if they differ."""
 
     def __post_init__(self) -> None:
         for name, minimum in (("block_tokens", 1), ("retain_tokens", 0)):

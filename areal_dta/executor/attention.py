@@ -79,7 +79,7 @@ class BlockAttention:
     keep_kv: bool
     layers: Mapping[int, LayerAttention]
     keys: dict[int, Tensor] = field(default_factory=dict)
-    """Per layer [1, K, S, H], part of the block's graph; only with ``keep_kv``."""
+    """Keys [1, K, S, H] per layer, part of the block's graph; only with ``keep_kv``."""
     values: dict[int, Tensor] = field(default_factory=dict)
     num_calls: int = 0
     _everything: Mask = field(default_factory=Mask)

@@ -90,7 +90,7 @@ class BlockOutput:
     outputs: list[Tensor]
     """One per channel of the output head, with an entry per edge or per row."""
     keys: list[Tensor]
-    """Per layer [1, K, S, H]; empty unless kept."""
+    """Keys [1, K, S, H] per layer; empty unless kept."""
     values: list[Tensor]
 
 

@@ -81,7 +81,7 @@ class BlockShape:
 
     @cached_property
     def _last_S(self) -> np.ndarray:
-        """Per token the exclusive end of its subtree."""
+        """Exclusive end of each token's subtree."""
         last = np.empty(self.num_tokens, np.int64)
         for run in self._runs:
             last[run.start : run.end] = run.last

@@ -77,7 +77,7 @@ class ExecutionStats:
     peak_graph_tokens: int
     peak_kv_tokens: int
     expert_load: tuple[tuple[int, ...], ...] = ()
-    """With ``router_load``: per layer with experts the tokens of each expert. A tree
+    """Tokens of each expert, per layer with experts; with ``router_load`` only. A tree
     token counts once per sequence through it."""
 
     @classmethod

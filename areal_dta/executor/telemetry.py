@@ -106,7 +106,7 @@ class RouterLoad:
 
     @property
     def counts(self) -> tuple[tuple[int, ...], ...]:
-        """Per layer with experts, first to last, one count per expert."""
+        """One count per expert, for each layer with experts, first to last."""
         return tuple(tuple(count.tolist()) for count in self._counts)
 
     @contextmanager

@@ -46,7 +46,7 @@ from areal_dta.schedule import (
 from areal_dta.tree import PrefixTree
 
 Positions = Sequence[np.ndarray]
-"""Per sequence a mask of the needed outputs: [len-1] for logprobs, where entry t
+"""A mask of the needed outputs per sequence: [len-1] for logprobs, where entry t
 belongs to token t+1; [len] for values."""
 
 

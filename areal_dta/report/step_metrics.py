@@ -67,7 +67,7 @@ class StepMetrics:
     """Mean over the tokens that carry loss (policy, SFT) or over pairs (DPO, reward
     models)."""
     grad_norm: float | None
-    """Before clipping."""
+    """Norm before clipping."""
     sequence_tokens: int | None
     tree_tokens: int | None
     """Tokens of the batch's prefix tree, whether or not the engine uses it."""

@@ -57,7 +57,7 @@ class Fragment:
     index: int
     """Position in the order of first entry."""
     segments: tuple[int, ...]
-    """In depth-first order, so a parent precedes its children."""
+    """Segments in depth-first order, so a parent precedes its children."""
     trunk: tuple[int, ...]
     """Those of ``segments`` at or below which a child fragment attaches."""
     attach: int

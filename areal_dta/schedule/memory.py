@@ -31,7 +31,7 @@ class MemoryModel:
     """Bytes per token of what a traversal holds."""
 
     graph_bytes: float
-    """Per token of a live autograd graph, over all layers, its K/V included."""
+    """Bytes per token of a live autograd graph, over all layers, its K/V included."""
     kv_bytes: float
     """K/V per token over all layers, in the compute dtype."""
     kv_grad_bytes: float

@@ -32,7 +32,7 @@ class NeededOutputs:
     output_T: BoolArray
     """Whether an output is needed at a token: at least at the parent of every edge."""
     computed: tuple[int, ...]
-    """Per node, how many of its tokens have to be computed, from its top."""
+    """Number of tokens to compute per node, counted from its top."""
     is_all: bool = False
     """Whether every output is needed."""
 
@@ -124,8 +124,8 @@ def _checked(
 
 
 def _computed(tree: PrefixTree, output_T: BoolArray) -> tuple[int, ...]:
-    """Tokens to compute per node: all above a computed child, else up to the last
-    needed output."""
+    """Return the tokens to compute per node: all above a computed child, else up to the
+    last needed output."""
     computed = [0] * len(tree.nodes)
     for node in reversed(tree.nodes):  # children before parents
         if any(computed[c] for c in node.children):

@@ -1,1 +1,1 @@
-"""From files and overrides to a checked job, before anything heavy starts."""
+"""Turn files and overrides into a checked job, before anything heavy starts."""

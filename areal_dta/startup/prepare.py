@@ -1,4 +1,4 @@
-"""From a command line to a checked run with its data. Starts nothing."""
+"""Turn a command line into a checked run with its data. Starts nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PreparedRun:
     valid_dataset: Any
     num_steps: int
     notes: tuple[str, ...]
-    """For the user: what was chosen, and what was switched off."""
+    """What was chosen, and what was switched off; shown to the user."""
 
     @property
     def config(self) -> DTAConfig:

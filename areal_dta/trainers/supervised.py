@@ -21,7 +21,7 @@ class SupervisedTrainer(WatchedTrainer):
     """Mixin with the actor's engine; list it before AReaL's trainer."""
 
     kind: ClassVar[str]
-    """Of the engine; the controller trains by the method ``train_<kind>``."""
+    """Kind of the engine; the controller trains by the method ``train_<kind>``."""
     actor_alloc: ModelAllocation
 
     def __init_subclass__(cls) -> None:

@@ -110,8 +110,10 @@ def gsm8k(num_sequences: int, seed: int) -> Batch:
 
 
 def replicated(batch: Batch, num_sequences: int) -> Batch:
-    """As many copies as it takes, as if each were of other prompts: they share what
-    all sequences of the batch do (the system prompt)."""
+    """Repeat a batch as often as it takes, as if each copy were of other prompts.
+
+    Copies share what all sequences of the batch do (the system prompt).
+    """
     order, n = batch.order, len(batch.order)
     copies = -(-num_sequences // n)
     common = int(order.lcp_N[1:].min(initial=int(order.length_N.min())))

@@ -50,9 +50,9 @@ class RankResult:
     blocks: dict[str, list[list[float]]]
     """Those of the plans, of all repeats."""
     seconds: dict[str, list[float]]
-    """Of each plan, each repeat."""
+    """Seconds of each plan, each repeat."""
     checksum: dict[str, float]
-    """Of each plan, a norm of the gradient summed over the ranks."""
+    """Norm of the gradient summed over the ranks, of each plan."""
 
 
 def run_ranks(job: RankJob, num_ranks: int) -> list[RankResult]:

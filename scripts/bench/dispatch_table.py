@@ -31,7 +31,7 @@ class Simulated:
     """Makespan over the ideal, of each method."""
     repeated_tokens: dict[str, int]
     imbalance: float
-    """Of ours."""
+    """Slowest rank over the mean, of our plan."""
     planning_seconds: float
 
 
@@ -42,9 +42,9 @@ class Measured:
     num_ranks: int
     method: str
     predicted_seconds: list[float]
-    """Of each rank."""
+    """One entry per rank."""
     measured_seconds: list[float]
-    """Of each rank, medians over the repeats."""
+    """Medians over the repeats, one per rank."""
     makespan_seconds: float
     num_tree_tokens: int
     num_blocks_learned: int

@@ -75,7 +75,7 @@ class Work:
         self.tree = PrefixTree.from_sequences(workload.sequences)
         self.tokens = [torch.from_numpy(s).to(device) for s in workload.sequences]
         self.positions: list[BoolArray] = [m[1:] for m in workload.loss_masks]
-        """Per sequence, [len - 1]: entry t says whether token t + 1 carries loss."""
+        """[len - 1] per sequence: entry t says whether token t + 1 carries loss."""
         self._loss_positions = [
             torch.from_numpy(np.flatnonzero(p)).to(device) for p in self.positions
         ]
@@ -122,7 +122,7 @@ class Sizes:
     template: str = "empty-think"
     """One of TEMPLATES, for tau2."""
     prompt_tokens: int = 128
-    """For ``grpo-short``."""
+    """Tokens of the prompt of ``grpo-short``."""
 
 
 @dataclass(frozen=True, slots=True)

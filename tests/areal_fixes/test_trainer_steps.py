@@ -70,7 +70,7 @@ def test_a_teacher_forgets_what_the_actor_forgets() -> None:
 
 
 def test_results_of_an_evaluation_are_freed() -> None:
-    """In 0.1.0 they stayed on their workers for ever."""
+    """They stayed on their workers for ever in 0.1.0."""
     freed = []
 
     class Backend:

@@ -66,7 +66,7 @@ def test_three_steps_of_supervised_fine_tuning(tmp_path: Path) -> None:
     [("gsm8k_sft", 0.5, 40), ("gsm8k_dpo", 0.93, 40), ("gsm8k_rw", 0.93, 60)],
 )
 def test_the_loss_falls(tmp_path: Path, config: str, most: float, steps: int) -> None:
-    """As shipped. DPO and reward models start at log 2, and their pairs are hard."""
+    """Shipped jobs. DPO and reward models start at log 2, and their pairs are hard."""
     records = launched(tmp_path, f"{config}.yaml")
     losses = [record["loss"] for record in records]
     assert len(losses) == steps

@@ -278,7 +278,7 @@ def test_bf16_is_as_close_to_fp32_as_dense_bf16(tiny_model, dta):
     batch = grpo_batch(num_prompts=4, num_samples=4)
 
     def error(update):
-        """Over all parameters together, against fp32."""
+        """Compare all parameters together with fp32."""
         squares = [
             (float((update["gradients"][n] - e).norm() ** 2), float(e.norm() ** 2))
             for n, e in expected["gradients"].items()

@@ -17,9 +17,9 @@ from tests.executor.model_sweep import (
     Case,
     build,
     judge,
-    read_table,
     sweep_batch,
 )
+from tests.executor.model_table import read_table
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 QUICK = (

@@ -164,7 +164,7 @@ class TestMetrics:
 
 class TestMeter:
     def test_a_reward_model_reads_the_last_value_alone(self) -> None:
-        """By hand: a model whose FLOPs are its tokens, and 10 for each output."""
+        """The model's FLOPs are its tokens, and 10 for each output."""
         flops = FlopModel(per_token=1.0, per_pair=0.0, per_output=10.0)
         batch = [
             {

@@ -13,7 +13,7 @@ from tests.builders import batches, every_token, make_tree
 
 
 def least_recomputed(schedule, retain_tokens: int) -> int:
-    """Of all sets of kept fragments, by trying each."""
+    """Best of all sets of kept fragments, by trying each."""
     fragments = schedule.cut.fragments
     inner = [f for f in fragments if f.children]
     best = sum(f.num_trunk_tokens for f in inner)

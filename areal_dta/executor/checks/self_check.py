@@ -46,7 +46,7 @@ _LONGEST_WINDOW = 64
 # most norms their square, in fp32. In fp32 it is 4e-7; in bf16 1.4 eps.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _HALF_TOLERANCE = 8
-"""In units of the dtype's eps, for other dtypes."""
+"""Tolerance for other dtypes, in units of the dtype's eps."""
 _ROUTED_SHARE = 1 / 8
 """Share of the tokens, those that differ most, that is left out in half precision where
 a router chooses experts: nearly equal ones are taken the other way after a rounding.
@@ -171,7 +171,7 @@ class _Record:
         self.layers = _decoder_layers(model)
         self.inputs: Any = []
         self.states: dict[int, Tensor] = {}
-        """Per layer [T, D]; the last entry is what the last layer gives."""
+        """States [T, D] per layer; the last entry is what the last layer gives."""
         self.grads: dict[int, Tensor] = {}
         device = next(model.parameters()).device
         self.is_known_T = torch.zeros(num_tokens, dtype=torch.bool, device=device)

@@ -53,12 +53,12 @@ class Episode:
     termination: str
     """tau2's `TerminationReason`."""
     problem: str | None
-    """Of the agent's last reply (`replies.Problem`), if that ended the episode."""
+    """Problem of the agent's last reply (`replies.Problem`), if that ended it."""
     num_turns: int
     """Model calls of the agent."""
     num_tool_errors: int
     messages: tuple[Any, ...]
-    """As tau2 records them."""
+    """Messages as tau2 records them."""
 
     def scoring_request(self) -> dict[str, Any]:
         """Build the arguments of `scoring.score`, as JSON values."""
