@@ -125,6 +125,14 @@ REPAIRS: Final = (
         _CALL,
     ),
     Repair(
+        "loopback.bypass_proxies",
+        "Where environment variables name a proxy for everything, calls to workers and "
+        "servers on loopback go to the proxy, which cannot reach them, or answers in "
+        "their place.",
+        "AReaL's clients call loopback without a proxy",
+        "reset `no_proxy` and `NO_PROXY`",
+    ),
+    Repair(
         "loopback.ray_on_loopback",
         "A Ray that is started on one machine listens on its outward address.",
         "`ray.init` takes the address for a node of its own",

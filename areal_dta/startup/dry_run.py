@@ -149,9 +149,9 @@ def _training(model: Section) -> str:
 
 
 def _rollouts(server: Section) -> str:
-    age = server.config.max_head_offpolicyness
-    versions = "version" if age == 1 else "versions"
-    return f"{_processes(server)}, at most {age} {versions} old"
+    num_ahead = server.config.max_head_offpolicyness
+    batches = "batch" if num_ahead == 1 else "batches"
+    return f"{_processes(server)}, at most {num_ahead} {batches} ahead of training"
 
 
 def _processes(section: Section) -> str:

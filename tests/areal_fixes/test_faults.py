@@ -16,6 +16,8 @@ import sys
 import threading
 import time
 from contextlib import nullcontext
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +35,7 @@ from areal.api.cli_args import (
 )
 from areal.api.io_struct import ModelResponse
 from areal.infra.scheduler.slurm import SlurmScheduler
+from areal.infra.scheduler.local import LocalScheduler
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils import logging as areal_logging
 from areal.utils import name_resolve, names
@@ -42,7 +45,7 @@ from areal.utils.saver import Saver
 from pydantic import TypeAdapter
 
 from areal_dta.areal_fixes import agent_proxy
-from areal_dta.areal_fixes.loopback import LOOPBACK
+from areal_dta.areal_fixes.loopback import LOOPBACK, bypass_proxies
 from areal_dta.areal_fixes.registry import REPAIRS
 from areal_dta.areal_fixes.trainer_steps import critic_stats, saved_together
 from tests.areal_fixes.test_checkpoint_slots import Engine, dump, handler, load
@@ -157,8 +160,6 @@ def test_without_start_name_service(tmp_path: Path) -> None:
 
 
 def test_without_BoundedLocalScheduler(tmp_path: Path) -> None:
-    from areal.infra.scheduler.local import LocalScheduler
-
     service = NameResolveConfig(type="nfs", nfs_record_root=str(tmp_path))
     stock = LocalScheduler(
         fileroot=str(tmp_path),
@@ -218,6 +219,34 @@ def test_without_use_loopback() -> None:
     if gethostip() == LOOPBACK:
         pytest.skip("this machine has no other address")
     assert scheduler.gethostip() != LOOPBACK
+
+
+def test_without_bypass_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy's answer is taken for that of a worker that is not there."""
+
+    class Proxy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: Any) -> None: ...
+
+    worker = MagicMock(ip=LOOPBACK, worker_ports=["9"])  # nobody listens there
+    with ThreadingHTTPServer((LOOPBACK, 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, daemon=True).start()
+        for name in ("http_proxy", "HTTP_PROXY"):
+            monkeypatch.setenv(name, f"http://{LOOPBACK}:{proxy.server_port}")
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.setenv(name, "")
+        try:
+            ready = partial(
+                LocalScheduler._is_worker_ready, MagicMock(), MagicMock(worker=worker)
+            )
+            assert ready()
+            bypass_proxies()
+            assert not ready()
+        finally:
+            proxy.shutdown()
 
 
 def test_without_ray_on_loopback() -> None:
