@@ -156,12 +156,8 @@ class CostModel:
 
     def schedule_seconds(self, tree: PrefixTree, schedule: Schedule) -> float:
         """Return the seconds of a pass: each of its blocks by its own counts."""
-        sums = {kind: np.zeros(NUM_FEATURES) for kind in KINDS}
-        for kind, features in schedule_features(tree, schedule):
-            sums[kind] += features.as_tuple()
-        return float(
-            sum(self.coefficients(kind).as_array() @ sums[kind] for kind in KINDS)
-        )
+        blocks = schedule_features(tree, schedule)
+        return sum(self.seconds(features, kind) for kind, features in blocks)
 
     def median_error(self, samples: Iterable[BlockSample]) -> float:
         """Return the median of |predicted - measured| / measured; nan of no samples."""

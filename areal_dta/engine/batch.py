@@ -95,6 +95,22 @@ class RankBatch:
         packed["attention_mask"] = {"full_attention": None, "sliding_attention": None}
         return packed
 
+    def pack_outputs(
+        self,
+        row_ids: list[int],
+        output_of: dict[int, torch.Tensor],
+        device: torch.device,
+    ) -> torch.Tensor:
+        """Pack logprobs [len - 1] per row into one tensor, as AReaL does: [len] each.
+
+        The last position of a row has no next token. No loss reads it: AReaL leaves the
+        logprob of the next row's first token there, here it is 0. Values, [len]
+        already, are packed as they are; rows without an output are 0.
+        """
+        nothing = torch.zeros(0, device=device)
+        outputs = [(output_of.get(row, nothing), self.lengths[row]) for row in row_ids]
+        return torch.cat([F.pad(x, (0, length - len(x))) for x, length in outputs])
+
     def micro_batch_list(self, mb_spec: MicroBatchSpec) -> MicroBatchList:
         """Return AReaL's own form of the micro-batches, for its output helpers."""
         forward = [row for rows in self.micro_batches for row in rows]
@@ -149,21 +165,6 @@ def load_batch(input_: BatchInput, mb_spec: MicroBatchSpec) -> RankBatch:
     rows = tensor_container_to(amend_position_ids(dict(given)), "cpu")
     lengths = _right_padded_lengths(rows["attention_mask"])
     return RankBatch(rows, lengths, _allocate(lengths, mb_spec), meta)
-
-
-def pad_to_labels(values: list[torch.Tensor], lengths: list[int]) -> torch.Tensor:
-    """Pack logprobs [len - 1] per sequence into one tensor, as AReaL does: [len] each.
-
-    The last position of a sequence has no next token. No loss reads it: AReaL leaves
-    the logprob of the next sequence's first token there, here it is 0. Values, [len]
-    already, are packed as they are.
-    """
-    return torch.cat(
-        [
-            F.pad(value, (0, length - len(value)))
-            for value, length in zip(values, lengths, strict=True)
-        ]
-    )
 
 
 def needed_outputs(

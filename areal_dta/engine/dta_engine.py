@@ -37,7 +37,6 @@ from areal_dta.engine.batch import (
     OutputRule,
     RankBatch,
     needed_outputs,
-    pad_to_labels,
 )
 from areal_dta.engine.loss import (
     LossFn,
@@ -238,14 +237,9 @@ class DTAEngine(FSDPEngine):
             empty = torch.zeros((0, 0), dtype=torch.float32, device=self.device)
             return empty if batch.meta is None else [empty] * batch.meta.n_trajs
         # per micro-batch, packed, as AReaL's helper wants them
-        nothing = torch.zeros(0, dtype=torch.float32, device=self.device)
         found = dict(zip(row_of, channels[0], strict=True))
         outputs = [
-            pad_to_labels(
-                [found.get(row, nothing) for row in rows],
-                [batch.lengths[row] for row in rows],
-            )
-            for rows in batch.micro_batches
+            batch.pack_outputs(rows, found, self.device) for rows in batch.micro_batches
         ]
         result = reorder_and_pad_outputs(
             outputs,

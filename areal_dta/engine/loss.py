@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_dta.engine.batch import Alignment, OutputRule, RankBatch, pad_to_labels
+from areal_dta.engine.batch import Alignment, OutputRule, RankBatch
 from areal_dta.engine.statistics import LossStatistics
 
 LossFn = Callable[..., Tensor]
@@ -175,7 +175,6 @@ class MicroBatchLoss:
         """
         # the rows of this call, per micro-batch
         total = torch.zeros((), device=self._device)
-        at = {row: i for i, row in enumerate(rows)}
         parts: dict[int, list[int]] = defaultdict(list)
         for row in rows:
             parts[self._micro_batch_of[row]].append(row)
@@ -191,7 +190,10 @@ class MicroBatchLoss:
                 torch.set_grad_enabled(torch.is_grad_enabled() and weight != 0),
                 self.statistics.call(mb, weight),
             ):
-                packed = [self._pack_outputs(chosen, at, values) for values in outputs]
+                found = [dict(zip(rows, values, strict=True)) for values in outputs]
+                packed = [
+                    self.batch.pack_outputs(chosen, x, self._device) for x in found
+                ]
                 loss = self._call(packed, mb_input)
             if weight != 0:
                 total = total + loss * (weight / self._total_weight)
@@ -213,15 +215,6 @@ class MicroBatchLoss:
         zeros = torch.zeros((num_outputs, num_tokens), device=self._device)
         with torch.no_grad(), self.statistics.silent_call():
             self._call(list(zeros), mb_input)
-
-    def _pack_outputs(
-        self, rows: list[int], at: dict[int, int], values: list[Tensor]
-    ) -> Tensor:
-        nothing = torch.zeros(0, device=self._device)
-        return pad_to_labels(
-            [values[at[row]] if row in at else nothing for row in rows],
-            [self.batch.lengths[row] for row in rows],
-        )
 
     def _call(self, outputs: list[Tensor], mb_input: Any) -> Tensor:
         if self._is_critic:

@@ -122,12 +122,7 @@ class TreeExecutor:
             ValueError: a loss is not a scalar tensor, or has a gradient at an output
                 that was skipped.
         """
-
-        def group_loss(indices: list[int], *outputs: list[Tensor]) -> Tensor:
-            losses = map(sequence_loss, indices, *outputs)
-            return torch.stack([as_scalar(loss) for loss in losses]).sum()
-
-        return self.forward_backward_groups(tree, group_loss, positions)
+        return self.forward_backward_groups(tree, _summed(sequence_loss), positions)
 
     def forward_backward_groups(
         self,
@@ -165,13 +160,9 @@ class TreeExecutor:
         self, tree: PrefixTree, sequence_loss: Callable[..., Tensor], watch: BlockWatch
     ) -> Traversal:
         """Do what ``forward_backward`` does while ``watch`` looks on; for checks."""
-
-        def group_loss(indices: list[int], *outputs: list[Tensor]) -> Tensor:
-            return torch.stack(list(map(sequence_loss, indices, *outputs))).sum()
-
         check_model_supported(self.model, training=True)
         needed = self._needed(tree, None)
-        return self._traverse(tree, needed, True, group_loss, watch=watch)
+        return self._traverse(tree, needed, True, _summed(sequence_loss), watch=watch)
 
     @contextmanager
     def head_without_gradient(self) -> Iterator[None]:
@@ -287,3 +278,11 @@ class TreeExecutor:
 
     def _idle_call(self) -> list[Tensor]:
         return idle_outputs(self.model, self._head, self.config.kernel, self.layers)
+
+
+def _summed(sequence_loss: Callable[..., Tensor]) -> GroupLoss:
+    def group_loss(indices: list[int], *outputs: list[Tensor]) -> Tensor:
+        losses = map(sequence_loss, indices, *outputs)
+        return torch.stack([as_scalar(loss) for loss in losses]).sum()
+
+    return group_loss

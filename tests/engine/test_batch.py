@@ -5,7 +5,7 @@ import torch
 from areal.api.cli_args import MicroBatchSpec
 from areal.engine.fsdp_engine import FSDPEngine
 
-from areal_dta.engine.batch import load_batch, pad_to_labels
+from areal_dta.engine.batch import RankBatch, load_batch
 from tests.engine.builders import actor_config, build_engine, grpo_batch
 
 CPU = torch.device("cpu")
@@ -91,6 +91,8 @@ def test_missing_keys_are_named():
 
 
 def test_labels_are_padded_to_tokens():
-    values = [torch.tensor([1.0, 2.0]), torch.zeros(0), torch.tensor([3.0])]
-    assert pad_to_labels(values, [3, 1, 2]).tolist() == [1, 2, 0, 0, 3, 0]
-    assert pad_to_labels([torch.zeros(0)], [0]).tolist() == []
+    batch = RankBatch({}, [3, 1, 2, 0], [[0, 1, 2], [3]], None)
+    found = {0: torch.tensor([1.0, 2.0]), 2: torch.tensor([3.0])}
+    cpu = torch.device("cpu")
+    assert batch.pack_outputs([0, 1, 2], found, cpu).tolist() == [1, 2, 0, 0, 3, 0]
+    assert batch.pack_outputs([3], found, cpu).tolist() == []
