@@ -46,11 +46,7 @@ class ChatClient:
     """Requests completions, one message at a time."""
 
     def __init__(
-        self,
-        options: ChatOptions,
-        name: str,
-        remedy: str,
-        http_client: Any = None,
+        self, options: ChatOptions, name: str, remedy: str, http_client: Any = None
     ) -> None:
         """
         Args:

@@ -181,10 +181,7 @@ class Dispatch:
         sizes = Sizes(2**31, self.args.seed, None, min(num_sequences, 512))
         workload, groups = tau2_workload(TAU2, sizes, self._replayed)
         batch = batch_of(workload, groups)
-        return [
-            replicated(batch, num_sequences),
-            gsm8k(num_sequences, self.args.seed),
-        ]
+        return [replicated(batch, num_sequences), gsm8k(num_sequences, self.args.seed)]
 
     def simulate(self, batch: Batch, num_ranks: int) -> Simulated:
         pricing = self.pricing()

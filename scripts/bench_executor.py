@@ -40,14 +40,7 @@ from bench.table import (
     workload_section,
 )
 from bench.variants import VARIANTS, make_variant, parse_budgets
-from bench.workloads import (
-    TEMPLATES,
-    WORKLOADS,
-    Sizes,
-    Work,
-    Workload,
-    make_workloads,
-)
+from bench.workloads import TEMPLATES, WORKLOADS, Sizes, Work, Workload, make_workloads
 
 DTYPES = {
     "float32": torch.float32,

@@ -135,10 +135,7 @@ def collate(
 
 
 def train(
-    model: Qwen3ForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    stage: Stage,
-    seed: int,
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, stage: Stage, seed: int
 ) -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=stage.learning_rate, weight_decay=WEIGHT_DECAY

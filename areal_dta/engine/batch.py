@@ -231,10 +231,7 @@ def _allocate(lengths: list[int], mb_spec: MicroBatchSpec) -> list[list[int]]:
     num_wanted = min(mb_spec.n_mbs or 1, len(totals))
     num_multiple = mb_spec.n_mbs_divisor if mb_spec.n_mbs_divisor <= num_wanted else 1
     spec = MicroBatchSpec.new(
-        mb_spec,
-        n_mbs=num_wanted,
-        max_tokens_per_mb=limit,
-        n_mbs_divisor=num_multiple,
+        mb_spec, n_mbs=num_wanted, max_tokens_per_mb=limit, n_mbs_divisor=num_multiple
     )
     return [
         [row for group in groups for row in range(group * size, (group + 1) * size)]

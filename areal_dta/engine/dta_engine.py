@@ -32,12 +32,7 @@ from areal.utils.perf_tracer import trace_scope
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_dta.engine.batch import (
-    BatchInput,
-    OutputRule,
-    RankBatch,
-    needed_outputs,
-)
+from areal_dta.engine.batch import BatchInput, OutputRule, RankBatch, needed_outputs
 from areal_dta.engine.loss import (
     LossFn,
     LossWeightFn,
@@ -53,11 +48,7 @@ from areal_dta.engine.setting_checks import (
     option,
     zero_dropout_rates,
 )
-from areal_dta.engine.statistics import (
-    TrainingWork,
-    derive_ratios,
-    record_expert_load,
-)
+from areal_dta.engine.statistics import TrainingWork, derive_ratios, record_expert_load
 from areal_dta.executor import TreeExecutor
 from areal_dta.executor.model_refusals import check_unloaded_model
 from areal_dta.schedule import FlopModel

@@ -173,10 +173,7 @@ class TreeRunner:
         return forward_pass(self.executor.model)
 
     def _within_memory(
-        self,
-        attempt: Callable[[], ResultT],
-        undo: Callable[[], None],
-        training: bool,
+        self, attempt: Callable[[], ResultT], undo: Callable[[], None], training: bool
     ) -> ResultT:
         """Call ``attempt``, again with smaller budgets whenever memory runs out."""
         while True:

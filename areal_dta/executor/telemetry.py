@@ -24,13 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from areal_dta.schedule import (
-    BlockSample,
-    Schedule,
-    StepKind,
-    step_features,
-    step_kind,
-)
+from areal_dta.schedule import BlockSample, Schedule, StepKind, step_features, step_kind
 from areal_dta.tree import PrefixTree
 
 

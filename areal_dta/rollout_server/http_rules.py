@@ -114,9 +114,7 @@ class _Route(APIRoute):
     cancels the future for which it waits.
     """
 
-    def get_route_handler(
-        self,
-    ) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_until_disconnect(request: Request) -> Response:

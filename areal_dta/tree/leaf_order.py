@@ -37,9 +37,7 @@ class LeafOrder:
 
     @classmethod
     def from_tree(
-        cls,
-        tree: PrefixTree,
-        lengths: Sequence[int] | IntArray | None = None,
+        cls, tree: PrefixTree, lengths: Sequence[int] | IntArray | None = None
     ) -> LeafOrder:
         """Order the sequences of a tree, prefixes before their continuations.
 

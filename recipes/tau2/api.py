@@ -26,10 +26,7 @@ from tau2.data_model.message import (
 from tau2.data_model.simulation import SimulationRun, TerminationReason
 from tau2.data_model.tasks import Action, Task
 from tau2.environment.environment import Environment
-from tau2.evaluator.evaluator import (
-    EvaluationType,
-    evaluate_simulation,
-)
+from tau2.evaluator.evaluator import EvaluationType, evaluate_simulation
 from tau2.metrics.agent_metrics import pass_hat_k
 from tau2.orchestrator.orchestrator import Orchestrator, Role
 from tau2.registry import registry

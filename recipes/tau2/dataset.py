@@ -6,12 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 from areal_dta.tasks.gsm8k import rendered
-from recipes.tau2.domains import (
-    DOMAINS,
-    agent_context,
-    find_domain,
-    task_ids,
-)
+from recipes.tau2.domains import DOMAINS, agent_context, find_domain, task_ids
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -181,10 +181,7 @@ class Bench:
         return results
 
     def _inspect(
-        self,
-        works: list[Work],
-        results: list[Measurement],
-        say: Callable[[str], None],
+        self, works: list[Work], results: list[Measurement], say: Callable[[str], None]
     ) -> None:
         """Fill in counts, gradient errors and peak memory; this also warms up."""
         dense_grads: list[Tensor] | None = None

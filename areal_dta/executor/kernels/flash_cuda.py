@@ -108,10 +108,7 @@ class FlashCudaKernel:
                 q[rows], k[columns], v[columns], call.lengths, scale
             )
             merged, lse[:, rows] = merge(
-                out[rows].transpose(0, 1),
-                lse[:, rows],
-                part.transpose(0, 1),
-                part_lse,
+                out[rows].transpose(0, 1), lse[:, rows], part.transpose(0, 1), part_lse
             )
             out[rows] = merged.transpose(0, 1)
         return out.transpose(0, 1)[None], lse[None]

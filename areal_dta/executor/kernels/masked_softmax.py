@@ -11,12 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from areal_dta.executor.kernels.base import (
-    Gradients,
-    Scoring,
-    Term,
-    accumulation_dtype,
-)
+from areal_dta.executor.kernels.base import Gradients, Scoring, Term, accumulation_dtype
 
 
 class MaskedSoftmaxKernel:

@@ -199,9 +199,7 @@ def call_sequence(turns: Sequence[Turn]) -> tuple[TokenIds, NDArray[np.bool_]]:
     return _join(prompt, [last.thinking, last.completion])
 
 
-def conversation_sequence(
-    turns: Sequence[Turn],
-) -> tuple[TokenIds, NDArray[np.bool_]]:
+def conversation_sequence(turns: Sequence[Turn]) -> tuple[TokenIds, NDArray[np.bool_]]:
     """Join all of `turns` to one sequence; the loss is on every reply.
 
     Openings and thoughts stay in, unlike in later prompts: in AReaL's export style
