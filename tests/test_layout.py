@@ -6,9 +6,12 @@ Each test lists every place that breaks its rule.
 from __future__ import annotations
 
 import ast
+import io
 import os
+import re
 import subprocess
 import sys
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -42,6 +45,11 @@ MIN_LINES, MAX_LINES = 40, 400
 """Bounds of a module. A shorter one says why in the first line of its docstring:
 ``(Separate module: reason)``. Modules that only run others, and `__init__`, may be
 short."""
+
+NO_CODE = {
+    getattr(tokenize, kind)
+    for kind in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")
+}
 
 LIGHT = {
     "areal_dta.tree, areal_dta.schedule, areal_dta.balance": "torch areal transformers",
@@ -151,3 +159,31 @@ def test_imports_stay_light(names: str) -> None:
     )
     loaded = sorted(set(LIGHT[names].split()) & set(done.stdout.split()))
     assert not loaded, f"importing {names} imports {loaded}"
+
+
+def test_the_method_has_the_size_that_the_documentation_says() -> None:
+    text = " ".join((ROOT / "docs" / "architecture.md").read_text().split())
+    match = re.search(r"The method is (.*?), about ([\d,]+) lines of code", text)
+    assert match is not None
+    folders = re.findall(r"`(\w+)/`", match[1])
+    num_lines = sum(
+        num_code_lines(path)
+        for folder in folders
+        for path in (PACKAGE / folder).rglob("*.py")
+    )
+    said = int(match[2].replace(",", ""))
+    assert abs(num_lines - said) <= 0.1 * said, f"{num_lines} lines in {folders}"
+
+
+def num_code_lines(path: Path) -> int:
+    """Count the lines that hold code: no comments, docstrings or blank lines."""
+    source = path.read_text()
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in NO_CODE:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):
+                lines -= set(range(node.lineno, (node.end_lineno or 0) + 1))
+    return len(lines)

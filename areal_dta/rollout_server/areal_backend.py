@@ -5,10 +5,9 @@ launches one server and is its only client. Everything AReaL does with SGLang (r
 interruption, weight updates from disk) goes through `SGLangBackend`; `LocalBackend`
 adds the draw key of an answer and the run's token to its requests.
 
-AReaL would serve on this machine's outward address. A worker and its server share a
-machine, so loopback suffices, even in runs over several machines. Only if
-workers elsewhere must reach a server (evaluation workers or agent proxies that Ray
-placed on another machine) set `host=auto allow_remote=true`.
+Servers listen on loopback: a worker and its server share a machine, also in runs over
+several machines. Set `host=auto allow_remote=true` only if other machines must reach a
+server, because Ray has placed evaluation workers or agent proxies there.
 """
 
 import os
@@ -72,9 +71,9 @@ class LocalBackend(SGLangBackend):
     ) -> HttpRequest:
         lora.check_request(with_lora)
         request = super().build_generation_request(req, with_lora, version)
-        # AReaL leaves min_new_tokens out. After an interruption it sends the tokens so
-        # far as a part of the prompt, so those have to be counted here (the client
-        # works on a private copy of the request and of its metadata).
+        # AReaL does not send min_new_tokens, and after an interruption it resends the
+        # tokens generated so far as part of the prompt. To count them, the length of
+        # the original prompt is kept in the request's metadata (a private copy).
         if _DRAW_KEY not in req.metadata:
             req.metadata[_DRAW_KEY] = self._draw_keys.next(req.input_ids, version)
             req.metadata[_PROMPT_LENGTH_KEY] = len(req.input_ids)
@@ -112,7 +111,7 @@ class LocalBackend(SGLangBackend):
         """Start the server process; it ends with this one.
 
         Raises:
-            ValueError: `server_args` are not those of a `LocalServerConfig`, or wrong.
+            ValueError: `server_args` do not make up a valid `LocalServerConfig`.
         """
         config = parse_options(server_args)
         config.validate()
@@ -127,7 +126,7 @@ class LocalBackend(SGLangBackend):
 
 
 def _with_token(request: HttpRequest) -> HttpRequest:
-    # In the body: AReaL's client sends no headers of ours, and logs addresses.
+    # The token goes into the body: AReaL's client sends no extra headers, and logs URLs.
     if token := os.environ.get(TOKEN_VARIABLE):
         request.payload["token"] = token
     return request
@@ -175,7 +174,7 @@ class LocalInfEngine(RemoteInfEngine):
         raise AssertionError("unreachable")
 
     def check_health(self, base_url: str) -> bool:
-        """Ask the server itself, past proxies that environment variables may name."""
+        """Ask the server directly, ignoring proxies that the environment names."""
         request = self.backend.get_health_check_request()
         try:
             return self._get(f"{base_url}{request.endpoint}").status_code == 200
@@ -189,7 +188,7 @@ class LocalInfEngine(RemoteInfEngine):
             return session.get(url, timeout=_HEALTH_TIMEOUT_SECONDS)
 
     def _is_ready(self, base_url: str, process: subprocess.Popen[bytes] | None) -> bool:
-        """Return whether it is healthy, and is `process`: another may have its port."""
+        """Return whether the server is healthy and is `process`, not another one."""
         if not self.check_health(base_url):
             return False
         if process is None:

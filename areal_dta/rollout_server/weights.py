@@ -27,7 +27,7 @@ from areal_dta.executor.model_refusals import (
 
 #: Layers whose cache is plain keys and values, so that rows can be moved around.
 _SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-#: Entries of a configuration that change results, and no weight's shape.
+#: Configuration entries that change results without changing a weight's shape.
 _FUNCTION_KEYS = (
     "model_type",
     "hidden_act",
@@ -46,10 +46,10 @@ class CheckpointError(ValueError):
 
 
 def pick_device(device: str) -> torch.device:
-    """Return the device that `device` (cpu, cuda or auto) stands for here.
+    """Resolve cpu, cuda or auto to a device of this machine.
 
     Raises:
-        ValueError: cuda is asked for and there is none.
+        ValueError: `device` is cuda, and PyTorch sees no GPU.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,7 +64,7 @@ def load_model(
     """Load a causal language model for generation.
 
     Raises:
-        CheckpointError: no such checkpoint, or not a model that can be served here.
+        CheckpointError: there is no such checkpoint, or its model cannot be served.
     """
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
@@ -82,10 +82,10 @@ def load_model(
 
 
 def load_tokenizer(model_path: str) -> Any:
-    """Load the tokenizer of a checkpoint, which stop strings need.
+    """Load a checkpoint's tokenizer, which only stop strings need.
 
     Raises:
-        CheckpointError: it has none.
+        CheckpointError: the checkpoint has no tokenizer.
     """
     try:
         tokenizer: Any = AutoTokenizer.from_pretrained(
@@ -96,7 +96,7 @@ def load_tokenizer(model_path: str) -> Any:
             f"stop strings need a tokenizer, and {model_path} has none that can be "
             f"loaded ({error}); use stop_token_ids."
         ) from error
-    # Where the files are missing, Transformers may make one up of special tokens.
+    # Without tokenizer files, Transformers may return one of special tokens alone.
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
         raise CheckpointError(
             f"stop strings need a tokenizer, and {model_path} has none; use "
@@ -111,12 +111,12 @@ def move(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """Number of token ids, including padding of the embedding that no text uses."""
+    """Return the number of token ids, including rows that only pad the embedding."""
     return int(model.config.get_text_config().vocab_size)
 
 
 def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
-    """End-of-sequence tokens of the model's two configurations."""
+    """Return the end-of-sequence tokens that the model's two configurations name."""
     found: set[int] = set()
     for config in (model.generation_config, model.config.get_text_config()):
         value = getattr(config, "eos_token_id", None)
@@ -126,7 +126,7 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """Maximum length that the model was made for, where its configuration says."""
+    """Return the length that the model was made for; None if not configured."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
@@ -136,10 +136,11 @@ def update_weights(model: PreTrainedModel, model_path: str) -> None:
     Transformers reads the files, so checkpoints that store weights under other names
     or in other pieces than the model does (experts of MoE models) work as well.
 
-    Cost: one more copy of the weights in main memory while it runs.
+    Memory: one more copy of the weights in main memory during the update.
 
     Raises:
-        CheckpointError: the model is untouched; the message says what does not fit.
+        CheckpointError: the checkpoint does not fit, and the model is untouched; the
+            message says what does not fit.
     """
     path = Path(model_path)
     if not path.is_dir():
@@ -221,7 +222,7 @@ def _check_aliases(
 
 
 def _check_same_function(model: PreTrainedModel, path: Path) -> None:
-    """Refuse a checkpoint whose configuration computes something else."""
+    """Refuse a checkpoint whose configuration would change what the model computes."""
     if not (path / "config.json").exists():
         return
     new = AutoConfig.from_pretrained(
@@ -240,8 +241,8 @@ def _check_same_function(model: PreTrainedModel, path: Path) -> None:
 
 
 def _check_supported(model: PreTrainedModel) -> None:
-    # What the trainer refuses, because a token's numbers would depend on its
-    # neighbours, would depend on the batch here.
+    # The trainer refuses models in which a token's values depend on more than its
+    # path. Here those values would depend on the other requests of the batch.
     try:
         check_model_supported(model, training=False)
     except UnsupportedModelError as error:
