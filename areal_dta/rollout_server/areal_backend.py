@@ -126,7 +126,7 @@ class LocalBackend(SGLangBackend):
 
 
 def _with_token(request: HttpRequest) -> HttpRequest:
-    # The token goes into the body: AReaL's client sends no extra headers, and logs URLs.
+    # Sent in the body: AReaL's client sends no extra headers, and logs URLs.
     if token := os.environ.get(TOKEN_VARIABLE):
         request.payload["token"] = token
     return request
