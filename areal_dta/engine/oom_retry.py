@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -260,7 +261,7 @@ class TreeRunner:
                     f"a token's graph takes {measured:.0f} bytes measured, "
                     f"{memory.graph_bytes:.0f} predicted"
                 )
-                memory = memory.calibrated(measured)
+                memory = replace(memory, graph_bytes=measured)
             self._memory = memory
         return self._memory
 

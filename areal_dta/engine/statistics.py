@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -30,15 +30,6 @@ from torch import Tensor
 
 _COUNT_KEY = "n_valid_generated_tokens"  # next to the staleness averages
 _NAME = "dta"  # scope of our own statistics
-_SUMS = (
-    "sequence_tokens",
-    "tree_tokens",
-    "computed_tokens",
-    "num_blocks",
-    "dense_flops",
-    "tree_flops",
-    "loss",
-)
 
 
 _Logged = tuple[float, float]
@@ -154,7 +145,7 @@ class TrainingWork:
     """This rank's share; the shares of all ranks add up to the loss of the batch."""
 
     def record(self, counts_update: bool, device: torch.device) -> None:
-        """Add to the step's sums.
+        """Add every field to the step's sums.
 
         Args:
             counts_update: true on exactly one rank.
@@ -166,8 +157,8 @@ class TrainingWork:
             num_updates=torch.tensor([counts_update], device=device),
         )
         sums = {
-            name: torch.tensor([float(getattr(self, name))], device=device)
-            for name in _SUMS
+            name: torch.tensor([float(value)], device=device)
+            for name, value in asdict(self).items()
         }
         tracker.stat(denominator="work", reduce_type=ReduceType.SUM, **sums)
 

@@ -12,7 +12,6 @@ This is a prediction: tests/executor compares it with counted bytes, and
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +86,6 @@ class MemoryModel:
             logit_chunk_elements=logit_chunk_elements,
             logit_slab_elements=logit_slab_elements,
         )
-
-    def calibrated(self, graph_bytes: float) -> MemoryModel:
-        """Return the model with measured bytes per token of a graph."""
-        return dataclasses.replace(self, graph_bytes=graph_bytes)
 
     def path(self, num_tokens: float) -> float:
         """Return the bytes of K/V and accumulators of a path or of trunks."""
