@@ -34,8 +34,8 @@ from areal.api.cli_args import (
     SaverConfig,
 )
 from areal.api.io_struct import ModelResponse
-from areal.infra.scheduler.slurm import SlurmScheduler
 from areal.infra.scheduler.local import LocalScheduler
+from areal.infra.scheduler.slurm import SlurmScheduler
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils import logging as areal_logging
 from areal.utils import name_resolve, names
