@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -83,6 +84,8 @@ class Launcher:
         self._view = RunView(console)
         self._limits = dict(DEFAULT_LIMITS)
         self._note = ""
+        self._command = ""
+        self._recover_pointer: str | None = ""  # until the run has started
         self._config_error: str | None = None
         self._checkpoint: str | None = None
         self._ended = False  # the outcome is known; processes may still live
@@ -93,6 +96,8 @@ class Launcher:
         """Start the training process; return when all processes of the run are gone."""
         cancel_leftovers(self.directory / JOBS_FILE)
         self.log_path.write_bytes(b"")
+        words = ["python", "-m", "areal_dta.launch", "--config", str(config_file)]
+        self._command = shlex.join([*words, *overrides])
         command = [sys.executable, "-m", "areal_dta.startup.train_process"]
         command += ["--config", str(config_file), *overrides]
         ending = [signal.SIGINT, signal.SIGTERM]
@@ -170,6 +175,7 @@ class Launcher:
                 self._view.set_run(event["num_steps"], event["algorithm"])
                 self._note = event["note"]
                 self._limits = event["launch"]
+                self._recover_pointer = event["recover_pointer"]
                 self._expect("the first step", "startup_timeout_seconds")
             case {"kind": "step"}:
                 metrics = StepMetrics.from_record(event)
@@ -228,6 +234,16 @@ class Launcher:
                 say(self._note, style="dim", soft_wrap=False)
         elif self.exit_code != 0:
             say(f"log           {self.log_path}")
+            if self._recover_pointer != "":
+                say(f"resume        {self._how_to_resume()}")
+
+    def _how_to_resume(self) -> str:
+        """Return the command that continues a run that failed."""
+        if self._recover_pointer is None:
+            return f"{self._command} recover.mode=on   (starts anew: it was off)"
+        if not os.path.exists(self._recover_pointer):
+            return f"{self._command}   (starts anew: nothing was saved yet)"
+        return self._command
 
 
 def main(argv: Sequence[str] | None = None) -> int:

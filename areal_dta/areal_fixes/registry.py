@@ -59,9 +59,16 @@ REPAIRS: Final = (
     Repair(
         "checkpoint_slots.slots_for_recovery",
         "A recover checkpoint is overwritten in place: a run that is killed meanwhile "
-        "leaves neither the old state nor the new.",
-        "recover checkpoints are replaced atomically",
+        "leaves neither the old state nor the new. One that cannot be read is ignored, "
+        "and the run starts from step 0. The critic is saved and not restored.",
+        "recover checkpoints are replaced atomically, verified, and restored whole",
         _LEAVE,
+    ),
+    Repair(
+        "training_engines.RecoverableEngine",
+        "A checkpoint lacks the LR schedule and the random generators; and a failure "
+        "to save or load is no `Exception`, so that a worker never answers the call.",
+        "`FSDPEngine` saves them, and raises an `Exception`",
     ),
     Repair(
         "trainer_steps.saved_together",
@@ -148,7 +155,7 @@ REPAIRS: Final = (
         "delete the controller's own `update_weights_from_disk`",
     ),
     Repair(
-        "reward_model.PairRewards",
+        "training_engines.PairRewards",
         "`train_rw` raises a KeyError: it counts the pairs of a padded batch by "
         "`cu_seqlens`, which only packed batches have; and a pair's two rows are dealt "
         "to different ranks.",

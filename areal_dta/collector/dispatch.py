@@ -69,10 +69,6 @@ class DispatchController(TrainController):
         """Return the blocks that the workers measured since the last call."""
         return self._custom_function_call("take_block_samples")
 
-    def advance_lr_scheduler(self, num_steps: int) -> None:
-        """Fast-forward the LR scheduler after recovery."""
-        self._custom_function_call("advance_lr_scheduler", num_steps)
-
     def _forward(self, method: str, items: Sequence[Item]) -> list[Any]:
         """Return one value per item: an RTensor [B, S], or pieces of one."""
         batch = to_planned_batch(items)

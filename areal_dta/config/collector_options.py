@@ -28,6 +28,10 @@ class CollectorOptions:
     to train on, for whatever reason; null: wait for ever."""
     fetch_timeout_seconds: float = 120.0
     """Time limit of one attempt to fetch or free tensors on a worker."""
+    refit_costs: bool = True
+    """Fit the costs by which rows are divided over ranks to the measured seconds of
+    blocks; false: they follow from FLOPs alone, so that the same run divides its rows
+    the same way every time (docs/recovery.md)."""
 
     def __post_init__(self) -> None:
         if self.max_staleness is not None and self.max_staleness < 0:

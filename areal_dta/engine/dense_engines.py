@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from areal.engine.fsdp_engine import (
     FSDPDPOEngine,
-    FSDPEngine,
     FSDPLMEngine,
     FSDPPPOActor,
     FSDPPPOCritic,
@@ -39,7 +38,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from areal_dta.areal_fixes.reward_model import PairRewards
+from areal_dta.areal_fixes.training_engines import PairRewards, RecoverableEngine
 from areal_dta.engine.batch import load_batch
 from areal_dta.engine.placeholder_rows import placeholder_rows, template_of
 from areal_dta.engine.row_dispatch import RowDispatch
@@ -50,7 +49,7 @@ PACKED_ATTENTION = "areal_dta_packed_sdpa"
 _IGNORE_PACKING = ("sdpa", "eager")
 
 
-class DenseEngine(FSDPEngine):
+class DenseEngine(RecoverableEngine):
     """Mixin; list it before AReaL's class so that its methods win.
 
     Every call is collective, as in AReaL.

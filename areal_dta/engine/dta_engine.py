@@ -25,13 +25,13 @@ import torch.distributed as dist
 from areal.api import FinetuneSpec, ParallelStrategy
 from areal.api.cli_args import TrainEngineConfig
 from areal.engine.core import reorder_and_pad_outputs
-from areal.engine.fsdp_engine import FSDPEngine
 from areal.utils import logging
 from areal.utils.data import split_batch
 from areal.utils.perf_tracer import trace_scope
 from numpy.typing import NDArray
 from torch import Tensor
 
+from areal_dta.areal_fixes.training_engines import RecoverableEngine
 from areal_dta.engine.batch import BatchInput, OutputRule, RankBatch, needed_outputs
 from areal_dta.engine.loss import (
     LossFn,
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from areal.api import Scheduler
 
 
-class DTAEngine(FSDPEngine):
+class DTAEngine(RecoverableEngine):
     """Data-parallel training on prefix trees.
 
     Options come from ``config.dta`` (`areal_dta.config.engine_options.DTAOptions`) if

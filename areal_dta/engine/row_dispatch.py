@@ -117,11 +117,6 @@ class RowDispatch(FSDPEngine):
         dist.all_gather_object(everyone, own, group=self.cpu_group)
         return [list(row) for rows in everyone for row in rows]
 
-    def advance_lr_scheduler(self, num_steps: int) -> None:
-        """Fast-forward the LR scheduler after recovery; AReaL's checkpoint omits it."""
-        for _ in range(num_steps):
-            self.step_lr_scheduler()
-
     @property
     def _algorithm(self) -> Any:
         """AReaL's PPOActor or PPOCritic."""

@@ -19,7 +19,7 @@ from areal.engine.fsdp_engine import (
 )
 from torch import Tensor
 
-from areal_dta.areal_fixes.reward_model import PairRewards
+from areal_dta.areal_fixes.training_engines import PairRewards
 from areal_dta.config.engine_options import fuses_prox_logp
 from areal_dta.engine.batch import Alignment, BatchInput, OutputRule
 from areal_dta.engine.dta_engine import DTAEngine

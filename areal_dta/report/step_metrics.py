@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -169,26 +171,50 @@ def step_metrics(
 class MetricsWriter:
     """Writer of a JSON-lines file that is on disk after each line."""
 
-    def __init__(self, path: Path, resume: bool = False) -> None:
-        """Start the file anew, keeping an older run's under the next free number.
+    def __init__(self, path: Path, num_steps_done: int = 0) -> None:
+        """Start the file anew, or continue it.
+
+        Lines that do not belong to the run so far are kept in the old file, under the
+        next free number; the new one begins with a copy of those that do.
 
         Args:
-            resume: append to what is there instead.
+            num_steps_done: the run continues after this step: lines of later ones, and
+                one that a crash cut short, do not belong to it.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not resume:
-            number = 1
-            while (kept := path.with_stem(f"{path.stem}.{number}")).exists():
-                number += 1
-            path.rename(kept)
+        if path.exists():
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [x for x in lines if 0 < _step_of_line(x) <= num_steps_done]
+            if kept != lines:
+                _keep_old(path, "".join(kept))
         self._file = open(path, "a", encoding="utf-8")
 
     def write(self, metrics: StepMetrics) -> None:
         self._file.write(json.dumps(metrics.to_record(), allow_nan=False) + "\n")
         self._file.flush()
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
+
+
+def _keep_old(path: Path, text: str) -> None:
+    """Rename a file to the next free number, and start it anew with a text."""
+    number = 1
+    while (old := path.with_stem(f"{path.stem}.{number}")).exists():
+        number += 1
+    new = path.with_name(path.name + ".new")
+    new.write_text(text, encoding="utf-8")
+    shutil.copyfile(path, old)
+    os.replace(new, path)
+
+
+def _step_of_line(line: str) -> int:
+    """Return the step of a line; 0 where a crash cut it short."""
+    try:
+        return int(json.loads(line)["step"]) if line.endswith("\n") else 0
+    except ValueError:  # another line was appended to it
+        return 0
 
 
 def read_metrics(path: Path) -> list[StepMetrics]:

@@ -32,8 +32,8 @@ class EventWriter:
     """Thread-safe writer of events to the launcher: JSON lines over a pipe.
 
     Kinds: ``status`` (text), ``note`` (text), ``start`` (algorithm, num_steps, note,
-    launch), ``step`` (a step's record), ``config_error`` and ``error`` (text),
-    ``done`` (checkpoint).
+    launch, recover_pointer), ``step`` (a step's record), ``config_error`` and ``error``
+    (text), ``done`` (checkpoint).
     """
 
     def __init__(self, fd: int) -> None:
@@ -54,14 +54,18 @@ class Stopped(KeyboardInterrupt):
 
 def train(run: PreparedRun, events: EventWriter) -> None:
     """Train, and send what happens to the launcher."""
+    from areal_dta.areal_fixes.slot_files import find_checkpoint
     from areal_dta.config.schema import DTAGRPOConfig
     from areal_dta.report.batch_sharing import batch_meter
 
     config = run.config
     save_config(config, run.run_dir / "config.yaml")
-    metrics = MetricsWriter(
-        run.run_dir / "metrics.jsonl", resume=config.recover.mode in ("on", "auto")
-    )
+    # What cannot be continued is refused before any process starts.
+    checkpoint = find_checkpoint(config.recover)
+    num_steps_done = 0 if checkpoint is None else checkpoint.num_steps
+    if num_steps_done:
+        events.send("note", text=f"continuing after step {num_steps_done}")
+    metrics = MetricsWriter(run.run_dir / "metrics.jsonl", num_steps_done)
 
     def on_step(step: StepMetrics) -> None:
         metrics.write(step)
@@ -84,6 +88,7 @@ def train(run: PreparedRun, events: EventWriter) -> None:
         on_step=on_step,
         on_death=on_death,
         meter=batch_meter(config),
+        checkpoint=checkpoint,
     )
     try:
         events.send("status", text="training")
@@ -115,6 +120,15 @@ def trainer_class(algorithm: str) -> type[WatchedTrainer]:
     from areal_dta.trainers.supervised import TRAINERS
 
     return TRAINERS[algorithm]
+
+
+def recover_pointer(config: DTAConfig) -> str | None:
+    """Return the file that says that a run can be continued; None if it never can."""
+    from areal_dta.areal_fixes.slot_files import POINTER, recover_root
+
+    if config.recover.mode in ("disabled", "off"):
+        return None
+    return str(recover_root(config.recover) / POINTER)
 
 
 def save_config(config: DTAConfig, path: Path) -> None:
@@ -150,6 +164,7 @@ def main(argv: Sequence[str]) -> int:
             num_steps=run.num_steps,
             note=run.config.note,
             launch=dataclasses.asdict(run.config.launch),
+            recover_pointer=recover_pointer(run.config),
         )
         train(run, events)
     except ConfigError as e:

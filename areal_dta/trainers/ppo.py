@@ -21,10 +21,6 @@ from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils import logging, stats_tracker
 
 from areal_dta.areal_fixes.agent_proxy import our_proxy
-from areal_dta.areal_fixes.checkpoint_slots import (
-    SlotRecoverHandler,
-    slots_for_recovery,
-)
 from areal_dta.areal_fixes.registry import wrapped
 from areal_dta.areal_fixes.trainer_steps import (
     critic_stats,
@@ -68,8 +64,7 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
     _logprob_gap: Mapping[str, float] | None = None
 
     def __init__(self, run: ResolvedRun, *args: Any, **kwargs: Any) -> None:
-        with slots_for_recovery():
-            super().__init__(with_secret_key(run), *args, **kwargs)
+        super().__init__(with_secret_key(run), *args, **kwargs)
         self._since = time.monotonic()
         if isinstance(self.actor, DispatchController) and isinstance(
             self.rollout, RolloutController
@@ -129,7 +124,8 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
         step_seconds, self._since = now - self._since, now
         collector, planner = hook.collector, actor.planner
         samples = actor.take_block_samples()
-        planner.observe(np.array(samples, np.float64).reshape(-1, 8))
+        if self.config.collector.refit_costs:
+            planner.observe(np.array(samples, np.float64).reshape(-1, 8))
         collector.add_seconds("meter", self._recorder.take_meter_seconds())
         stats = {**collector.take_metrics(step_seconds), **hook.traffic.take_metrics()}
         for controller in (actor, self.critic, self.ref):
@@ -244,18 +240,14 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
             prompts if isinstance(prompts, PromptLoader) else None,
             options.fetch_timeout_seconds,
         )
-        handler = self.recover_handler
-        if isinstance(handler, SlotRecoverHandler):
-            handler.also["cost_model"] = planner
-        if self.recover_info is None:
-            return
-        # AReaL has restored the models; the costs and the schedule follow.
-        handler.load_also()
-        num_steps = self.recover_info.last_step_info.global_step + 1
-        self.hook.step = num_steps
-        for controller in (self.actor, self.critic):
-            if isinstance(controller, DispatchController):
-                controller.advance_lr_scheduler(num_steps)
+        if options.refit_costs:
+            self.recover_handler.also["cost_model"] = planner
+        # AReaL's constructor has restored the models.
+        self.recover_handler.load_also()
+        self.hook.step = self.num_steps_done
+
+    def _more_engines(self) -> Mapping[str, Any]:
+        return {} if self.critic is None else {"critic": self.critic}
 
 
 def _planner(config: Any) -> BatchPlanner:

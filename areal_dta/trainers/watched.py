@@ -6,6 +6,7 @@ Everything algorithmic stays AReaL's.
 from __future__ import annotations
 
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -13,13 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from areal.infra import RayScheduler
+from areal.infra.scheduler.exceptions import SchedulerError
 from areal.utils import logging, perf_tracer
 from areal.utils.environ import is_single_controller
 from areal.utils.saver import Saver
 
+from areal_dta.areal_fixes.checkpoint_slots import (
+    SlotRecoverHandler,
+    slots_for_recovery,
+)
 from areal_dta.areal_fixes.local_scheduler import BoundedLocalScheduler
 from areal_dta.areal_fixes.loopback import use_loopback, workers_on_loopback
 from areal_dta.areal_fixes.registry import check_versions
+from areal_dta.areal_fixes.slot_files import Checkpoint, disk_trouble
 from areal_dta.areal_fixes.slurm_scheduler import BoundedSlurmScheduler
 from areal_dta.areal_fixes.trainer_steps import saved_together, start_name_service
 from areal_dta.collector.dispatch import controller_of
@@ -47,9 +54,11 @@ class WatchedTrainer:
         on_death: called from another thread when a worker or server has died, with a
             message; it should end the run. By default that is only logged.
         meter: measures each batch as a prefix tree; None leaves those values out.
+        checkpoint: what the run continues from, by `find_checkpoint`.
 
     Raises:
-        ConfigError: a package has a version for which a repair was not made.
+        ConfigError: a package has a version for which a repair was not made, or the
+            checkpoint cannot be loaded.
     """
 
     batch_call: ClassVar[str]
@@ -57,6 +66,7 @@ class WatchedTrainer:
 
     config: Any
     actor: Any
+    recover_handler: SlotRecoverHandler
     scheduler: Any
     stats_logger: Any
     saver: Any
@@ -70,6 +80,7 @@ class WatchedTrainer:
         on_step: Callable[[StepMetrics], None] | None = None,
         on_death: Callable[[str], None] | None = None,
         meter: BatchMeter | None = None,
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         if not is_single_controller():
             raise ValueError(
@@ -86,10 +97,12 @@ class WatchedTrainer:
         if config.launch.loopback and config.scheduler.type != "ray":
             self._undos.append(use_loopback())
             workers_on_loopback(pool.config for pool in self.run.worker_pools)
+        self.num_steps_done = 0 if checkpoint is None else checkpoint.num_steps
         start_name_service(config)
         areal: Any = super()
         try:
-            areal.__init__(config, train_dataset, valid_dataset)
+            with slots_for_recovery(checkpoint, self._more_engines):
+                areal.__init__(config, train_dataset, valid_dataset)
         except BaseException:  # Ctrl-C as well: workers keep the process alive
             self.abort()
             raise
@@ -136,6 +149,10 @@ class WatchedTrainer:
         """Return statistics to commit beside those that AReaL's trainer collects."""
         return {}
 
+    def _more_engines(self) -> Mapping[str, Any]:
+        """Return engines to restore beside the actor, by their names in checkpoints."""
+        return {}
+
     def _undo(self) -> None:
         while self._undos:
             self._undos.pop(0)()
@@ -173,15 +190,23 @@ class WatchedTrainer:
 
     def _save_hf(self, epoch: int, epoch_step: int, global_step: int) -> None:
         areal: Any = super()
-        with saved_together(self.saver):
-            areal._save_hf(epoch, epoch_step, global_step)
         root = Saver.get_model_save_root(
             self.config.experiment_name,
             self.config.trial_name,
             self.config.cluster.fileroot,
         )
         name = f"epoch{epoch}epochstep{epoch_step}globalstep{global_step}"
-        if os.path.isdir(path := os.path.join(root, name)):
+        path = os.path.join(root, name)
+        try:
+            with saved_together(self.saver):
+                areal._save_hf(epoch, epoch_step, global_step)
+        except (OSError, SchedulerError) as error:
+            if (trouble := disk_trouble(error)) is None:
+                raise
+            shutil.rmtree(path, ignore_errors=True)  # half of a checkpoint
+            logger = logging.getLogger(type(self).__name__)
+            logger.warning(f"{trouble}: the checkpoint {path} could not be written")
+        if os.path.isdir(path):
             self.last_checkpoint = path
 
     def _export_and_commit_stats(
@@ -190,3 +215,4 @@ class WatchedTrainer:
         areal: Any = super()
         with self._recorder.step(global_step + 1, self.stats_logger, self.more_stats):
             areal._export_and_commit_stats(epoch, epoch_step, global_step)
+        self.recover_handler.publish()  # a run that continues from it lacks no metrics

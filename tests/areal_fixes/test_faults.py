@@ -65,12 +65,23 @@ def test_without_slots_for_recovery(tmp_path: Path) -> None:
     stock: Any = handler(tmp_path, RecoverHandler)
     dump(stock, Engine("old"), 0)
     broken = Engine("new")
-    broken.fails = True
+    broken.error = OSError("killed while writing")
     with pytest.raises(OSError, match="killed"):
         dump(stock, broken, 1)
     info, engine, _ = load(tmp_path, RecoverHandler)
     assert info.last_step_info.global_step == 0
     assert engine.weight == "n"  # half of the new one
+
+
+def test_without_RecoverableEngine() -> None:
+    """A failure passes by whoever answers calls; and no schedule is saved."""
+    from areal.engine.fsdp_utils.checkpoint import DCPState
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    assert not issubclass(CheckpointException, Exception)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert sorted(DCPState(model, optimizer).state_dict()) == ["model", "optim"]
 
 
 def test_without_saved_together(tmp_path: Path) -> None:

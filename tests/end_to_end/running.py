@@ -118,7 +118,7 @@ class RunningLaunch:
         while f"step {step}/" not in self.text():
             assert self.process.poll() is None, self.text()
             assert time.monotonic() < deadline, self.text()
-            time.sleep(0.5)
+            time.sleep(0.1)
 
     def wait(self, timeout_seconds: float = 60.0) -> int:
         """Exit code of the launcher."""

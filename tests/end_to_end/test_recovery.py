@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,12 +34,11 @@ def prompts_of_steps(run: RunningLaunch) -> dict[int, list[int]]:
     return found
 
 
-def saved_prompts(cwd: Path) -> dict:
+def saved_prompts(cwd: Path) -> dict[str, Any]:
     """What the current recover checkpoint says of the data."""
     (pointer,) = cwd.rglob("recover_current")
     info = pointer.parent / f"recover-{pointer.read_text()}" / "info"
-    with open(info / "dataloader_info.pkl", "rb") as f:  # written by this test's run
-        (state,) = pickle.load(f)
+    state: dict[str, Any] = json.loads((info / "dataloader_info.json").read_text())
     return state
 
 

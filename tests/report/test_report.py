@@ -90,12 +90,34 @@ class TestMetrics:
         kept = [tmp_path / "metrics.1.jsonl", tmp_path / "metrics.2.jsonl", path]
         assert [read_metrics(p)[0].reward for p in kept] == [0.1, 0.2, 0.3]
 
-    def test_resuming_appends(self, tmp_path: Path) -> None:
-        for step in (1, 2):
-            writer = MetricsWriter(tmp_path / "metrics.jsonl", resume=True)
-            writer.write(make_step(step))
-            writer.close()
-        assert [m.step for m in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
+    def test_a_run_that_continues_has_each_step_once(self, tmp_path: Path) -> None:
+        """Steps after the recovered one are done again: their lines are put aside."""
+        path = tmp_path / "metrics.jsonl"
+        writer = MetricsWriter(path)
+        for step in (1, 2, 3):
+            writer.write(make_step(step, reward=0.1))
+        writer.close()
+        with open(path, "a") as file:
+            file.write('{"step": 4, "rew')
+        before = path.read_text()
+        writer = MetricsWriter(path, num_steps_done=2)
+        for step in (3, 4):
+            writer.write(make_step(step, reward=0.2))
+        writer.close()
+        found = [(m.step, m.reward) for m in read_metrics(path)]
+        assert found == [(1, 0.1), (2, 0.1), (3, 0.2), (4, 0.2)]
+        assert (tmp_path / "metrics.1.jsonl").read_text() == before
+        MetricsWriter(path, num_steps_done=4).close()  # nothing to put aside
+        assert sorted(p.name for p in tmp_path.iterdir()) == [
+            "metrics.1.jsonl",
+            "metrics.jsonl",
+        ]
+
+    def test_a_line_that_two_runs_wrote_is_left_out(self, tmp_path: Path) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_text('{"step": 1}\n{"step": 2, "rew{"step": 2}\n')
+        MetricsWriter(path, num_steps_done=2).close()
+        assert path.read_text() == '{"step": 1}\n'
 
     def test_a_line_cut_short_is_left_out(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,12 @@ from areal.trainer.dpo_trainer import DPOTrainer
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.trainer.rw_trainer import RWTrainer
 from areal.trainer.sft_trainer import SFTTrainer
+from areal.utils.data import cycle_dataloader
+from areal.utils.saver import Saver
+from torch.utils.data import DistributedSampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+from areal_dta.config.composed import ConfigError
 from areal_dta.config.resolved import KIND_OF
 from areal_dta.config.schema import ALGORITHMS, to_structured
 from areal_dta.engine import KINDS, engine_class
@@ -27,6 +34,7 @@ from areal_dta.startup.compose import compose, find_config
 from areal_dta.startup.train_process import trainer_class
 from areal_dta.trainers.ppo import DTATrainer
 from areal_dta.trainers.step_record import StepRecorder
+from areal_dta.trainers.supervised import BatchLoader
 from areal_dta.trainers.watched import WatchedTrainer
 
 AREAL_TRAINERS = {
@@ -154,3 +162,64 @@ def test_batches_are_measured_on_their_way(method: str) -> None:
     getattr(controller, method)("unseen")
     assert measured == ([["batch"]] if method == "prepare_batch" else ["batch"])
     assert answer == (["batch"] if method == "prepare_batch" else None)
+
+
+def loader(num_rows: int = 10, drop_last: bool = False) -> StatefulDataLoader[Any]:
+    rows: Any = list(range(num_rows))
+    sampler: Any = DistributedSampler(rows, 1, 0, shuffle=True)
+    return StatefulDataLoader(
+        rows, batch_size=4, sampler=sampler, drop_last=drop_last, collate_fn=list
+    )
+
+
+def first_batches(made: Any, num: int) -> list[list[int]]:
+    """Return batches as AReaL's supervised trainers take them."""
+    batches = cycle_dataloader(made)
+    return [next(batches) for _ in range(num)]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_data_continue_in_any_epoch(drop_last: bool) -> None:
+    """0.1.0 restarted the shuffle at epoch 0."""
+    expected = first_batches(loader(drop_last=drop_last), 12)  # AReaL's order
+    assert expected[:3] != expected[3:6]
+    for num_done in range(12):
+        made = BatchLoader(loader(drop_last=drop_last), num_done)
+        assert len(made) == (2 if drop_last else 3)
+        assert first_batches(made, 12 - num_done) == expected[num_done:]
+
+
+def test_other_data_are_refused() -> None:
+    state = BatchLoader(loader(num_rows=8)).state_dict()
+    BatchLoader(loader(num_rows=7)).load_state_dict(state)
+    with pytest.raises(ConfigError, match="2 batches per epoch, the data set has 3"):
+        BatchLoader(loader(num_rows=9)).load_state_dict(state)
+    BatchLoader(loader()).load_state_dict({"_num_yielded": 2})  # of 0.1.0
+
+
+@pytest.mark.parametrize("has_space", [True, False])
+def test_a_full_disk_costs_a_checkpoint(tmp_path: Path, has_space: bool) -> None:
+    class Stock:
+        def _save_hf(self, epoch: int, epoch_step: int, global_step: int) -> None:
+            name = f"epoch{epoch}epochstep{epoch_step}globalstep{global_step}"
+            root = Saver.get_model_save_root("e", "t", str(tmp_path))
+            (Path(root) / name).mkdir()
+            if not has_space:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    class Trainer(WatchedTrainer, Stock):
+        batch_call = "none"
+
+    trainer: Any = Trainer.__new__(Trainer)
+    trainer.saver = SimpleNamespace(freq_ctl=SimpleNamespace(check=lambda: True))
+    cluster = SimpleNamespace(fileroot=str(tmp_path))
+    trainer.config = SimpleNamespace(
+        experiment_name="e", trial_name="t", cluster=cluster
+    )
+    trainer.last_checkpoint = "the one before"
+    trainer._save_hf(0, 1, 2)
+    root = Path(Saver.get_model_save_root("e", "t", str(tmp_path)))
+    made = [str(path) for path in root.iterdir()]
+    assert made == ([trainer.last_checkpoint] if has_space else [])
+    if not has_space:
+        assert trainer.last_checkpoint == "the one before"
