@@ -6,7 +6,10 @@ nothing to undo.
 
 from __future__ import annotations
 
-from typing import Any
+import errno
+import os
+import shutil
+from typing import Any, Final
 
 import torch.nn.functional as F
 import transformers
@@ -21,6 +24,10 @@ from areal.trainer.rw.rw_engine import (
 )
 from areal.utils import seeding, stats_tracker
 from torch.distributed.checkpoint.api import CheckpointException
+
+# How PyTorch's writer says that the system refused a write: the reason is lost.
+_WRITE_FAILED: Final = ("unexpected pos", "file write failed", "PytorchStreamWriter")
+_FULL_BYTES: Final = 2**20
 
 
 class RecoverableEngine(FSDPEngine):
@@ -51,13 +58,13 @@ class RecoverableEngine(FSDPEngine):
             super().save(meta)
         except CheckpointException as error:
             # Not an Exception: the worker's server would never answer the call.
-            raise _first_failure(error) from None
+            raise _first_failure(error, meta.path) from None
 
     def load(self, meta: SaveLoadMeta) -> None:
         try:
             super().load(meta)
         except CheckpointException as error:
-            raise _first_failure(error) from None
+            raise _first_failure(error, meta.path) from None
 
 
 class PairRWEngine(RWEngine):
@@ -108,9 +115,13 @@ def _log_if_no_pairs(data: dict[str, Any]) -> None:
         _log_empty_rw_stats(lengths_B.device)
 
 
-def _first_failure(error: CheckpointException) -> Exception:
-    """Return the failure of the lowest rank; its own type where that is an OSError."""
+def _first_failure(error: CheckpointException, path: str) -> Exception:
+    """Return the failure of the lowest rank: an OSError where the disk is to blame."""
     rank, (failure, _) = min(error.failures.items(), key=lambda item: item[0])
     if isinstance(failure, OSError):
         return failure
+    if any(text in str(failure) for text in _WRITE_FAILED):
+        is_full = shutil.disk_usage(path).free < _FULL_BYTES
+        number = errno.ENOSPC if is_full else errno.EIO
+        return OSError(number, f"{os.strerror(number)}: rank {rank}: {failure}")
     return RuntimeError(f"rank {rank}: {type(failure).__name__}: {failure}")

@@ -50,11 +50,11 @@ class WatchedTrainer:
     """Mixin; list it before AReaL's trainer so that its methods win.
 
     Args:
+        checkpoint: what the run continues from, by `find_checkpoint`.
         on_step: called after each step with its record.
         on_death: called from another thread when a worker or server has died, with a
             message; it should end the run. By default that is only logged.
         meter: measures each batch as a prefix tree; None leaves those values out.
-        checkpoint: what the run continues from, by `find_checkpoint`.
 
     Raises:
         ConfigError: a package has a version for which a repair was not made, or the
@@ -77,10 +77,10 @@ class WatchedTrainer:
         train_dataset: Dataset | None = None,
         valid_dataset: Dataset | None = None,
         *,
+        checkpoint: Checkpoint | None,
         on_step: Callable[[StepMetrics], None] | None = None,
         on_death: Callable[[str], None] | None = None,
         meter: BatchMeter | None = None,
-        checkpoint: Checkpoint | None = None,
     ) -> None:
         if not is_single_controller():
             raise ValueError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from areal.engine.fsdp_engine import FSDPEngine
 from areal.utils import seeding
 from torch.distributed.checkpoint.api import CheckpointException
 
+from areal_dta.areal_fixes.slot_files import disk_trouble
 from areal_dta.areal_fixes.training_engines import RecoverableEngine
 from areal_dta.engine.dense_engines import DenseEngine
 from areal_dta.engine.dta_engine import DTAEngine
@@ -67,10 +69,26 @@ def test_the_schedule_is_fast_forwarded() -> None:
 
 @pytest.mark.parametrize("method", ["save", "load"])
 @pytest.mark.parametrize(
-    "failure", [OSError(errno.ENOSPC, "No space left on device"), KeyError("weight")]
+    "failure, expected, message",
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), OSError, "No space left"),
+        # how PyTorch 2.10 reports a write that the system refused
+        (
+            RuntimeError("[enforce fail at inline_container.cc:668] . unexpected pos"),
+            OSError,
+            "Input/output error",
+        ),
+        (KeyError("weight"), RuntimeError, "rank 1: KeyError: 'weight'"),
+    ],
+    ids=["disk", "writer", "other"],
 )
 def test_a_failure_is_an_exception(
-    monkeypatch: pytest.MonkeyPatch, method: str, failure: Exception
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    method: str,
+    failure: Exception,
+    expected: type[Exception],
+    message: str,
 ) -> None:
     """Of whatever type: a worker's server answers with exceptions only."""
 
@@ -78,11 +96,8 @@ def test_a_failure_is_an_exception(
         raise CheckpointException("failed", {1: (failure, None), 2: (failure, None)})
 
     monkeypatch.setattr(fsdp_engine.dcp, method, fail)
-    meta = SaveLoadMeta("nowhere", "dcp", False, None, None, None)
-    monkeypatch.setattr(fsdp_engine.os, "makedirs", lambda *args, **kwargs: None)
-    expected: type[Exception] = OSError
-    message = "No space left"
-    if isinstance(failure, KeyError):
-        expected, message = RuntimeError, "rank 1: KeyError: 'weight'"
-    with pytest.raises(expected, match=message):
+    meta = SaveLoadMeta(str(tmp_path), "dcp", False, None, None, None)
+    with pytest.raises(expected, match=message) as raised:
         getattr(engine(), method)(meta)
+    assert (disk_trouble(raised.value) is None) is (expected is RuntimeError)
+    assert disk_trouble(RuntimeError(str(raised.value))) == disk_trouble(raised.value)
