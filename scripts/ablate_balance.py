@@ -72,12 +72,9 @@ def stages() -> dict[str, Replaced]:
         ("moves: no swaps", (moves._Ranks, "_candidates"), without_swaps),
         ("moves: swaps alone", (moves, "_NOTHING"), no_single),
         ("moves: weight 0.4 alone", (plan, "WEIGHTS"), (0.4,)),
-        ("moves: weights 1, 0.1", (plan, "WEIGHTS"), (1.0, 0.1)),
+        ("moves: weights 4, 1, 0.4, 0.1", (plan, "WEIGHTS"), (4.0, 1.0, 0.4, 0.1)),
         ("moves: narrow", (moves, "_MAX_WIDE"), 0),
         ("moves: at most 3 branches", (moves, "_MAX_WIDTH_WIDE"), 3),
-        ("moves: 1 fork per run", (moves, "_MIN_FORKS"), 1),
-        ("moves: guesses not limited", (moves, "_MAX_GUESS"), math.inf),
-        ("moves: any gain", (moves, "_MIN_GAIN"), 1e-9),
     )}  # fmt: skip
 
 

@@ -27,10 +27,10 @@ import numpy as np
 from areal_dta.balance.pricing import Pricing, RangePrices
 from areal_dta.tree.leaf_order import IntArray, LeafOrder
 
-WEIGHTS = (4.0, 1.0, 0.4, 0.1)
+WEIGHTS = (1.0, 0.1)
 """Seconds of the slowest rank that one more second in all is worth, in turns."""
 _GOOD_ENOUGH = 1.005  # slowest over mean rank: predictions are no better
-_MIN_GAIN = 1e-4  # of the slowest rank, for a step to be worth it
+_ROUNDING = 1e-9  # of the slowest rank: no gain
 # Work
 _MAX_PRICINGS, _PRICINGS_PER_RANK = 20_000, 60
 _GUESSES_PER_PRICING = 500  # which take about as long
@@ -39,10 +39,9 @@ _MAX_RUNS = 32  # per rank on average: more are scattered on purpose
 # Breadth
 _MAX_WIDE = 5_000  # sequences; larger batches get a narrower search
 _MAX_WIDTH, _MAX_WIDTH_WIDE = 3, 16  # neighbouring branches that move together
-_MAX_FORKS, _MIN_FORKS = 15, 3  # per rank, and of each of its runs: the shallowest
+_MAX_FORKS = 15  # per rank: the shallowest, one of each of its runs at least
 _MAX_TARGETS = 16  # ranks looked at together, the fastest first
 _MAX_PRICED = 48  # candidates of these that are priced
-_MAX_GUESS = 1.02  # of the slowest rank: guesses beyond are not priced
 
 _Run = tuple[int, int]
 """Positions [start, end)."""
@@ -131,7 +130,7 @@ class _Ranks:
         makespan = self.seconds[slowest]
         if makespan <= _GOOD_ENOUGH * float(seconds.mean()):
             return False
-        limit = makespan * (1 - _MIN_GAIN)
+        limit = makespan * (1 - _ROUNDING)
         fastest = np.argsort(seconds, kind="stable")
         fastest = fastest[seconds[fastest] < limit]
         for i in range(0, len(fastest), _MAX_TARGETS):
@@ -175,14 +174,13 @@ class _Ranks:
         ours = makespan - removed + their_added
         theirs = of_target + added - their_removed
         slower = np.maximum(ours, theirs)
-        score = slower + weight * (ours + theirs - makespan - of_target)
-        score = np.where(slower < makespan * _MAX_GUESS, score, np.inf).ravel()
+        repeated = ours + theirs - makespan - of_target
+        score = (slower + weight * repeated).ravel()
         self.num_pricings += len(score) // _GUESSES_PER_PRICING
         # Keep the best few, in order of their guess.
         promising = np.arange(len(score))
         if len(score) > _MAX_PRICED:
             promising = np.argpartition(score, _MAX_PRICED)[:_MAX_PRICED]
-        promising = promising[np.isfinite(score[promising])]
         promising = promising[np.argsort(score[promising], kind="stable")]
         for i, j in zip(*np.divmod(promising, len(taken)), strict=True):
             target, part = taken[int(j)]
@@ -195,8 +193,7 @@ class _Ranks:
         if rank not in self._parts:
             runs = self.runs[rank]
             parts: list[_Run] = []
-            min_forks = _MIN_FORKS if self._is_wide else 1
-            num_forks = max(min_forks, _MAX_FORKS // max(1, len(runs)))
+            num_forks = max(1, _MAX_FORKS // max(1, len(runs)))
             max_width = _MAX_WIDTH_WIDE if self._is_wide else _MAX_WIDTH
             for start, end in runs:
                 inner = self._lcp_N[start + 1 : end]
