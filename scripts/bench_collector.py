@@ -34,7 +34,7 @@ from areal.infra.rpc.serialization import deserialize_value, serialize_value
 from bench.table import header, machine, markdown_table
 
 from areal_dta.collector.collector import Collector
-from areal_dta.collector.dispatch import deal
+from areal_dta.collector.controllers import deal
 from areal_dta.collector.planned_batch import PlannedBatch
 from areal_dta.collector.planner import BatchPlanner
 from areal_dta.collector.remote_tensors import FetchMeter, fetch, forget

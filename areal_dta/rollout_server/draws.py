@@ -25,7 +25,7 @@ from typing import Any
 from areal.api import InferenceEngine, RolloutWorkflow
 from areal.infra import workflow_context
 
-from areal_dta.collector.prompt_loader import PROMPT_ID_KEY
+from areal_dta.collector.prompt_issuer import PROMPT_ID_KEY
 
 # (prompt, counter of its samples), and (sample, counter of its turns)
 _group: ContextVar[tuple[str, Iterator[int]] | None] = ContextVar("group", default=None)

@@ -30,12 +30,12 @@ from areal_dta.areal_fixes.trainer_steps import (
 )
 from areal_dta.areal_fixes.weight_sync import load_when_saved
 from areal_dta.collector.collector import Collector
-from areal_dta.collector.dispatch import DispatchController
-from areal_dta.collector.hook import CollectorHook
+from areal_dta.collector.controllers import DispatchController
 from areal_dta.collector.planned_batch import PlannedBatch
 from areal_dta.collector.planner import BatchPlanner
-from areal_dta.collector.prompt_loader import PromptLoader
+from areal_dta.collector.prompt_issuer import PromptIssuer
 from areal_dta.collector.rejections import RejectionWatch
+from areal_dta.collector.rollout_hook import CollectorHook
 from areal_dta.config.resolved import ResolvedRun
 from areal_dta.config.schema import DTAGRPOConfig, DTAPPOActorConfig, DTAPPOCriticConfig
 from areal_dta.config.server_options import TOKEN_VARIABLE
@@ -214,7 +214,7 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
             and not isinstance(dataset, RDataset)
         ):
             # Only the embedded server's client takes the ids out of the data again.
-            return PromptLoader(loader, add_ids=self.config.rollout.engine == "local")
+            return PromptIssuer(loader, add_ids=self.config.rollout.engine == "local")
         return loader
 
     def _start_collecting(self, rollout: RolloutController) -> None:
@@ -237,7 +237,7 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
         self.hook = CollectorHook(
             rollout,
             collector,
-            prompts if isinstance(prompts, PromptLoader) else None,
+            prompts if isinstance(prompts, PromptIssuer) else None,
             options.fetch_timeout_seconds,
         )
         if options.refit_costs:

@@ -29,7 +29,7 @@ from areal_dta.areal_fixes.registry import check_versions
 from areal_dta.areal_fixes.slot_files import Checkpoint, disk_trouble
 from areal_dta.areal_fixes.slurm_scheduler import BoundedSlurmScheduler
 from areal_dta.areal_fixes.trainer_steps import saved_together, start_name_service
-from areal_dta.collector.dispatch import controller_of
+from areal_dta.collector.controllers import controller_of
 from areal_dta.config.resolved import ResolvedRun
 from areal_dta.engine import engine_class
 from areal_dta.processes.liveness import LivenessMonitor, died, worker_probes

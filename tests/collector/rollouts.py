@@ -19,10 +19,10 @@ from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from areal_dta.collector.collector import Collector
-from areal_dta.collector.hook import CollectorHook
 from areal_dta.collector.planner import BatchPlanner
-from areal_dta.collector.prompt_loader import PromptLoader
+from areal_dta.collector.prompt_issuer import PromptIssuer
 from areal_dta.collector.rejections import RejectionWatch
+from areal_dta.collector.rollout_hook import CollectorHook
 from tests.engine.dispatch_scenarios import make_items
 
 BATCH = 4
@@ -86,7 +86,7 @@ class Workers:
 def prompt_loader(num=12, batch_size=BATCH, shuffle=False, **options):
     data = [{"index": i} for i in range(num)]
     sampler = DistributedSampler(data, 1, 0, shuffle=shuffle, drop_last=True)
-    return PromptLoader(
+    return PromptIssuer(
         StatefulDataLoader(
             data, batch_size, sampler=sampler, drop_last=True, collate_fn=lambda x: x
         ),

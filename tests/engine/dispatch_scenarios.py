@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from areal.api.cli_args import MicroBatchSpec, NormConfig, PPOCriticConfig
 
-from areal_dta.collector.dispatch import DTAActorController, DTACriticController
+from areal_dta.collector.controllers import DTAActorController, DTACriticController
 from areal_dta.config.engine_options import DTAOptions
 from areal_dta.config.schema import DTAPPOActorConfig
 from areal_dta.engine import (

@@ -6,7 +6,7 @@ from areal.api.cli_args import NormConfig, TrainEngineConfig
 from areal.engine.fsdp_engine import FSDPPPOActor
 from areal.trainer.sft.lm_engine import LMController
 
-from areal_dta.collector.dispatch import (
+from areal_dta.collector.controllers import (
     DTAActorController,
     DTACriticController,
     controller_of,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from areal_dta.collector.dispatch import split_by_order
+from areal_dta.collector.controllers import split_by_order
 from areal_dta.collector.planned_batch import to_planned_batch
 from areal_dta.engine.row_share import (
     Share,

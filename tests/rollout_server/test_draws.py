@@ -8,7 +8,7 @@ import pytest
 from areal.api import ModelRequest, RolloutWorkflow
 from areal.api.cli_args import GenerationHyperparameters, InferenceEngineConfig
 
-from areal_dta.collector.prompt_loader import PROMPT_ID_KEY
+from areal_dta.collector.prompt_issuer import PROMPT_ID_KEY
 from areal_dta.rollout_server.areal_backend import LocalBackend, LocalEngine
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 from areal.infra.rpc.rtensor import HttpRTensorBackend, RTensor
 
-from areal_dta.collector.prompt_loader import MAX_TRIES
+from areal_dta.collector.prompt_issuer import MAX_TRIES
 from areal_dta.collector.rejections import TooManyRejected
 from tests.collector.rollouts import BATCH, Rollout, indices, prompt_loader
 from tests.engine.dispatch_scenarios import make_items

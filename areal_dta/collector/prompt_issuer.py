@@ -29,7 +29,7 @@ PROMPT_ID_KEY = "areal_dta_prompt_id"
 _FORMAT = "areal_dta.prompts/1"  # the keys of the state are part of it
 
 
-class PromptLoader:
+class PromptIssuer:
     """Takes the place of the data loader that it is made from.
 
     Iterating never ends, and yields lists of one prompt: AReaL takes prompts one by one

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from areal_dta.collector.prompt_loader import MAX_TRIES, PROMPT_ID_KEY
+from areal_dta.collector.prompt_issuer import MAX_TRIES, PROMPT_ID_KEY
 from tests.collector.rollouts import prompt_loader
 
 

@@ -29,7 +29,7 @@ from areal_dta.areal_fixes.trainer_steps import free_tensors
 from areal_dta.collector.collector import Collector
 from areal_dta.collector.planned_batch import PlannedBatch, to_planned_batch
 from areal_dta.collector.planner import BatchPlan
-from areal_dta.collector.prompt_loader import PromptLoader
+from areal_dta.collector.prompt_issuer import PromptIssuer
 from areal_dta.collector.rejections import ISSUED_AGAIN, Rejected, TooManyRejected
 from areal_dta.collector.remote_tensors import FetchMeter, fetch, forget
 from areal_dta.collector.validate_trajectory import FETCHED_KEYS
@@ -58,7 +58,7 @@ class CollectorHook:
         self,
         controller: RolloutController,
         collector: Collector,
-        prompts: PromptLoader | None = None,
+        prompts: PromptIssuer | None = None,
         fetch_timeout_seconds: float = 120.0,
     ) -> None:
         self.collector = collector
