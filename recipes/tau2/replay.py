@@ -184,7 +184,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         description="Turn recorded tau2 episodes into token sequences with loss masks.",
     )
     add = parser.add_argument
-    add("--trajectories", required=True, type=Path, help="JSONL, one episode a line")
+    add("--trajectories", required=True, type=Path, help="JSONL, one episode per line")
     add("--domain", nargs="+", choices=list(DOMAINS), help="default: all in the file")
     add("--export", type=Export, choices=list(Export), default="individual")
     add("--template", type=Template, choices=list(Template), default="plain")
