@@ -42,14 +42,9 @@ def engine_class(kind: str, engine: str, attn_impl: str) -> Any:
     tree, dense = KINDS[kind]
     if engine == "dta":
         return __getattr__(tree)
-<<<<<<< HEAD
     # AReaL 1.0.4 cannot run its own reward models (areal_fixes.training_engines), and
     # hands actors and critics only multiples of the number of ranks
     # (collector.controllers).
-=======
-    # AReaL 1.0.4 cannot run its own reward models (areal_fixes.reward_model), and hands
-    # actors and critics only multiples of the number of ranks (collector.controllers).
->>>>>>> 94385d9 (Collector: the prompt issuer, the rollout hook and the controllers are named for what they do)
     ours = kind in ("rw", "actor", "critic") or attn_impl in ("sdpa", "eager")
     return __getattr__(dense) if engine == "fsdp" and ours else None
 
