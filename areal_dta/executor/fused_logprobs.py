@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from areal_dta.executor.kernels import accumulation_dtype
@@ -69,7 +68,7 @@ class _FusedHead(torch.autograd.Function):
         lse_R = torch.empty_like(entropy_R)
         ctx.kept = None
         for chunk in _slices(0, num_rows, chunk_rows):
-            logits_CV = F.linear(hidden_RD[chunk], weight_VD, bias_V)
+            logits_CV = _project(hidden_RD[chunk], weight_VD, bias_V)
             for rows in _slices(chunk.start, chunk.stop, _slab_rows(logits_CV)):
                 slab = logits_CV[rows.start - chunk.start : rows.stop - chunk.start]
                 logp_CV = _scaled(slab, temperature)
@@ -102,7 +101,7 @@ class _FusedHead(torch.autograd.Function):
             # The chunk's logits: kept from the forward, or projected again.
             logits_CV, ctx.kept = ctx.kept, None
             if logits_CV is None:
-                logits_CV = F.linear(hidden_CD, weight_VD, bias_V)
+                logits_CV = _project(hidden_CD, weight_VD, bias_V)
             # Turn them into their own gradient, in place.
             for rows in _slices(chunk.start, chunk.stop, _slab_rows(logits_CV)):
                 slab = logits_CV[rows.start - chunk.start : rows.stop - chunk.start]
@@ -192,6 +191,10 @@ def slab_elements(device: torch.device, chunk_elements: int) -> int:
 def _slab_rows(logits_CV: Tensor) -> int:
     slab = slab_elements(logits_CV.device, logits_CV.numel())
     return max(1, slab // logits_CV.shape[1])
+
+
+def _project(hidden_CD: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    return torch.nn.functional.linear(hidden_CD, weight_VD, bias_V)
 
 
 def fused_token_logprobs(
