@@ -43,7 +43,7 @@ class DTAOptions:
     router_load: bool = False
     """Log as dta/expert_load_max_over_mean how unevenly the experts of a mixture are
     chosen."""
-    self_check: bool = False
+    self_check: bool = True
     """Compare a tiny tree with single sequences through the real model before the first
     training step, and stop if they differ."""
 

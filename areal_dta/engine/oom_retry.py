@@ -25,12 +25,7 @@ from torch import Tensor
 
 from areal_dta.areal_fixes.fsdp2 import compute_dtype, drop_unreduced_gradients
 from areal_dta.engine.fsdp_gather_layer import LayerwiseGather
-from areal_dta.engine.fsdp_gather_step import (
-    PeerFailure,
-    count_failures,
-    forward_pass,
-    training_pass,
-)
+from areal_dta.engine.fsdp_gather_step import forward_pass, training_pass
 from areal_dta.engine.setting_checks import option
 from areal_dta.engine.statistics import LossStatistics
 from areal_dta.executor import (
@@ -112,23 +107,30 @@ class TreeRunner:
         """Compare a tiny tree with single sequences, at the first call. Collective.
 
         Raises:
-            UnsupportedModelError: they differ.
-            PeerFailure: they differ on another rank.
+            UnsupportedModelError: they differ, on this rank or another.
         """
         if not self._checks_model:
             return
-        failure: UnsupportedModelError | None = None
-        with self._forward_pass():
-            try:
+        own: str | None = None
+        try:
+            with self._forward_pass():
                 check_on_tiny_tree(self.executor)
-            except UnsupportedModelError as error:
-                failure = error
-        num_failed = count_failures(self._group, failed=failure is not None)
-        if failure is not None:
-            raise failure
-        if num_failed:
-            raise PeerFailure(f"the self-check failed on {num_failed} other ranks")
+        except UnsupportedModelError as error:
+            own = str(error)
+        except Exception as error:
+            self._tell(f"{type(error).__name__}: {error}")
+            raise
+        failures = [text for text in self._tell(own) if text is not None]
+        if failures:
+            raise UnsupportedModelError(own if own is not None else failures[0])
         self._checks_model = False
+
+    def _tell(self, failure: str | None) -> list[str | None]:
+        """Exchange how the self-check ended; return each rank's failure. Collective."""
+        failures: list[str | None] = [None] * dist.get_world_size(self._group)
+        text = failure and f"rank {dist.get_rank(self._group)}: {failure}"
+        dist.all_gather_object(failures, text, group=self._group)
+        return failures
 
     def train(
         self,

@@ -225,8 +225,9 @@ def _block_attention(
     block = _active_block.get()
     if block is None:
         raise RuntimeError(
-            f"attention {ATTENTION_NAME!r} was called outside a TreeExecutor; restore "
-            "the model with `model.set_attn_implementation('sdpa')`"
+            f"attention {ATTENTION_NAME!r} was called outside a TreeExecutor: "
+            "a layer that is checkpointed runs again in the backward; switch that off. "
+            "Elsewhere, restore the model with `model.set_attn_implementation('sdpa')`"
         )
     check_attention_call(
         module, query, key, len(block.depth_S), attention_mask, dropout, kwargs

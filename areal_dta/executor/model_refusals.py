@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from areal_dta.executor.telemetry import RouterLoad
 from areal_dta.tree import PrefixTree
@@ -58,13 +59,31 @@ def check_model_supported(model: nn.Module, training: bool = True) -> None:
             kind = type(module).__name__
             reasons.append(f"{path} ({kind}) mixes tokens outside attention")
             break
+    name = getattr(config, "_attn_implementation", None)
+    if isinstance(name, str) and _is_users_attention(name):
+        reasons.append(
+            f"attn_implementation={name!r} is an attention function of its own"
+        )
     if training:
         reasons += _training_reasons(model)
     if reasons:
         raise UnsupportedModelError(
-            f"{type(model).__name__} cannot be trained on prefix trees: "
+            f"{class_name(model)} cannot be trained on prefix trees: "
             f"{'; '.join(reasons)}; {REMEDY}"
         )
+
+
+def _is_users_attention(name: str) -> bool:
+    """Return whether a name was registered by someone else than Transformers.
+
+    Its functions, and kernels from the Hub ("/" in the name), compute one attention.
+    """
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = getattr(function, "__module__", None) or "transformers"
+    is_known = module.partition(".")[0] in ("transformers", "areal_dta", "areal")
+    return not is_known and "/" not in name
 
 
 def check_unloaded_model(
@@ -241,8 +260,13 @@ def _takes_cache_position(forward: Any) -> bool:
     return "cache_position" in inspect.signature(forward).parameters
 
 
+def class_name(module: nn.Module) -> str:
+    """Return the name of a module's class, without what FSDP puts before it."""
+    return type(module).__name__.removeprefix("FSDP")
+
+
 def layer_name(module: nn.Module) -> str:
-    return f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+    return f"{class_name(module)} (layer {getattr(module, 'layer_idx', '?')})"
 
 
 def check_attention_call(

@@ -87,14 +87,16 @@ async def solve(
         try:
             reply = parse_reply(message)
         except ReplyError:
-            results = [_ERROR]
+            # Every call of the message needs an answer, also those that are in order.
+            served = message.get("tool_calls") or [{}]
+            results = [(str(call.get("id") or ""), _ERROR) for call in served]
         else:
             if not reply.calls:
                 return reply.text, turn
-            results = [_result(call) for call in reply.calls]
+            results = [(call.id, _result(call)) for call in reply.calls]
         messages += [
-            {"role": "tool", "tool_call_id": f"call_{i}", "content": result}
-            for i, result in enumerate(results)
+            {"role": "tool", "tool_call_id": call_id or f"call_{i}", "content": result}
+            for i, (call_id, result) in enumerate(results)
         ]
     return "", max_turns
 

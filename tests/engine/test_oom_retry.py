@@ -22,7 +22,7 @@ FP32 = 1e-5
 
 def engine_with(model, **options):
     config = actor_config(model)
-    values = {"block_tokens": 8, "retain_tokens": 16, **options}
+    values = {"block_tokens": 8, "retain_tokens": 16, "self_check": False, **options}
     config.dta = SimpleNamespace(**values)
     return build_engine(DTAPPOActor, config)
 

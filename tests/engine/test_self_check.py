@@ -8,8 +8,17 @@ from areal_dta.config.schema import DTAPPOActorConfig
 from areal_dta.engine import DTAPPOActor, oom_retry
 from areal_dta.executor import UnsupportedModelError
 from areal_dta.executor import attention as attention_module
-from tests.engine.builders import actor_config, build_engine, grpo_batch
+from tests.engine.builders import (
+    actor_config,
+    build_engine,
+    grpo_batch,
+    save_tiny_critic,
+    save_tiny_model,
+    save_tiny_moe,
+)
 from tests.engine.checks import train_once
+from tests.engine.ranks import run_ranks
+from tests.engine.self_check_scenarios import MODELS, RESHARD, run_all
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -51,3 +60,41 @@ def test_a_fault_stops_the_first_step(tiny_model, monkeypatch):
         with pytest.raises(UnsupportedModelError, match="hidden states of layer 1 "):
             train_once(actor, grpo_batch())
     train_once(engine(tiny_model, self_check=False), grpo_batch())
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    path = tmp_path_factory.mktemp("self_check")
+    save_tiny_model(path / "tiny")
+    save_tiny_moe(path / "moe")
+    save_tiny_critic(path / "critic")
+    return run_ranks(run_all, [2], path)[2]
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+@pytest.mark.parametrize("model", MODELS)
+def test_two_ranks_train_as_without_it(ranks, model, reshard):
+    for results in ranks:
+        checked, unchecked = results[f"{model}-{reshard}"]
+        assert checked["calls"] == 1 and unchecked["calls"] == 0
+        assert checked["rng_kept"]
+        got, want = checked["found"], unchecked["found"]
+        assert got.keys() == want.keys() and any("exp_avg" in n for n in want)
+        for name, value in want.items():
+            assert torch.equal(got[name], value), name
+
+
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_a_fault_on_one_rank_stops_both(ranks, reshard):
+    for results in ranks:
+        result = results[f"fault-{reshard}"]
+        assert "hidden states of layer 1 " in result["error"]
+        assert result["kept"] and result["result"]["update_successful"]
+    assert ranks[0][f"fault-{reshard}"]["error"].startswith("rank 1: Qwen3ForCausalLM")
+
+
+def test_another_error_on_one_rank_stops_both(ranks):
+    assert ranks[0]["crash"] == (
+        "UnsupportedModelError: rank 1: ArithmeticError: no check today"
+    )
+    assert ranks[1]["crash"] == "ArithmeticError: no check today"

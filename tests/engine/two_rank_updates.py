@@ -35,9 +35,19 @@ from tests.engine.builders import (
 SMALL_BLOCKS = SimpleNamespace(block_tokens=4, retain_tokens=6)
 
 
-def tree_engine(model: Path, router_load: bool = False, **overrides: Any) -> Any:
+def tree_engine(
+    model: Path,
+    router_load: bool = False,
+    self_check: bool = True,
+    **overrides: Any,
+) -> Any:
     config = actor_config(model, **overrides)
-    dta = DTAOptions(block_tokens=4, retain_tokens=6, router_load=router_load)
+    dta = DTAOptions(
+        block_tokens=4,
+        retain_tokens=6,
+        router_load=router_load,
+        self_check=self_check,
+    )
     return build_engine(DTAPPOActor, DTAPPOActorConfig(**vars(config), dta=dta))
 
 

@@ -116,3 +116,30 @@ def test_names_of_0_1_still_work():
     config = ExecutorConfig(attention_backend="reference")
     assert config == ExecutorConfig(kernel="masked_softmax")
     assert dataclasses.replace(config, block_tokens=8).kernel == "masked_softmax"
+
+
+def test_an_attention_that_a_user_registered():
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def sharper(module, query, *args, **kwargs):
+        return sdpa_attention_forward(module, 2 * query, *args, **kwargs)
+
+    AttentionInterface.register("sharper", sharper)
+    model = tiny_model("llama")
+    model.set_attn_implementation("sharper")
+    with pytest.raises(UnsupportedModelError, match="'sharper' is an attention"):
+        run(model)
+
+
+def test_a_layer_that_is_checkpointed_by_hand():
+    from torch.utils.checkpoint import checkpoint
+
+    model = tiny_model("qwen3")
+    layer = model.model.layers[1]
+    original = layer.forward
+    layer.forward = lambda *args, **kwargs: checkpoint(
+        original, *args, use_reentrant=False, **kwargs
+    )
+    with pytest.raises(RuntimeError, match="checkpointed runs again in the backward"):
+        run(model)

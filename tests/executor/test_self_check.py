@@ -70,8 +70,16 @@ def test_adapters_pass(layers):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.enable_input_require_grads()  # as AReaL does
     check_on_tiny_tree(TreeExecutor(model))
     assert has_no_gradients(model)
+
+
+def test_a_head_in_another_dtype_passes():
+    model = build()
+    model.lm_head.to(torch.bfloat16)
+    model.lm_head.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
+    check_on_tiny_tree(TreeExecutor(model))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

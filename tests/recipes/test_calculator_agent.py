@@ -58,6 +58,32 @@ def test_what_goes_wrong_is_told_and_may_be_mended(bad):
     assert play(*answers) == ("#### 54", 3, ["error", "54"])
 
 
+@pytest.mark.parametrize(
+    "arguments, results",
+    [('{"expression": "6*9"}', ["54", "2"]), ('{"expression": ', ["error"] * 2)],
+)
+def test_calls_that_the_server_parsed_are_answered_by_their_ids(arguments, results):
+    calls = [
+        {"id": f"c{i}", "type": "function",
+         "function": {"name": "calculator", "arguments": text}}
+        for i, text in enumerate([arguments, '{"expression": "1+1"}'])
+    ]  # fmt: skip
+
+    class Client:
+        answers = [
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {"role": "assistant", "content": "#### 54"},
+        ]
+
+        async def complete(self, *args):
+            return self.answers.pop(0)
+
+    messages = list(PROBLEM)
+    assert asyncio.run(solve(Client(), messages, 6)) == ("#### 54", 2)
+    tools = [(m["tool_call_id"], m["content"]) for m in messages if m["role"] == "tool"]
+    assert tools == list(zip(["c0", "c1"], results, strict=True))
+
+
 def test_an_endless_loop_ends_without_an_answer():
     loop = call('{"expression": "1+1"}')
     assert play(loop, max_turns=4) == ("", 4, ["2"] * 4)

@@ -7,7 +7,7 @@ records all channels. The mask function decides about windows, because the model
 eager attention reads it alone; and what a block would compute is compared with eager
 attention on the same queries and keys, whatever options that reads.
 
-Randomness is found by the same call: in train mode it is made with different seeds.
+The same call tells whether the model draws random numbers (randomness.py).
 
 Invariants, and the tests that hold them: windows and scales known by one channel are
 exact, and what a block cannot give is refused by name (test_attention_profile.py).
@@ -18,8 +18,7 @@ exact, and what a block cannot give is refused by name (test_attention_profile.p
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,18 +35,18 @@ from areal_dta.executor.attention import (
     model_attention,
     requested,
 )
+from areal_dta.executor.checks.randomness import Prints, check_randomness, fingerprints
 from areal_dta.executor.kernels import Mask, accumulation_dtype
 from areal_dta.executor.kv_cache import PathCache
 from areal_dta.executor.model_refusals import (
     REMEDY,
     UnsupportedModelError,
     check_attention_call,
+    class_name,
     layer_name,
     model_inputs,
 )
 
-_Prints = list[tuple[str, Tensor]]
-"""One number per module, in the order in which their calls end."""
 _PROBE_NAME = "areal_dta_probe"
 _NUM_TOKENS = 16
 # Two ways to compute the same attention in fp32 differ by about 1e-6.
@@ -111,7 +110,28 @@ def profile_attention(
     depth_S = torch.arange(_NUM_TOKENS, device=device)
     num_layers = config.num_hidden_layers
     seen = torch.ones(_NUM_TOKENS, _NUM_TOKENS, dtype=torch.bool, device=device)
-    prints: list[_Prints] = []
+    probe: _Probe
+
+    def call(**arguments: Any) -> Prints:
+        nonlocal probe
+        block = BlockAttention(
+            path=PathCache(num_layers, 0, with_grad=False),
+            path_tokens=0,
+            depth_S=depth_S,
+            mask=Mask(visible=seen.tril()),
+            kernel_name="masked_softmax",
+            keep_kv=False,
+            layers={},
+        )
+        probe = _Probe(block, num_layers)
+        token = _active_probe.set(probe)
+        try:
+            with fingerprints(model) as found:
+                model(**arguments)
+        finally:
+            _active_probe.reset(token)
+        return found
+
     cuda = [device] if device.type == "cuda" else []
     with (
         torch.no_grad(),
@@ -120,34 +140,14 @@ def profile_attention(
     ):
         inputs = model_inputs(model, token_S, depth_S)
         without_positions = {k: v for k, v in inputs.items() if "position" not in k}
-        # The first call is the model's own idea of positions.
-        calls = [(0, without_positions), (0, inputs)]
+        torch.manual_seed(0)
+        own = call(**without_positions)  # the model's own idea of positions
+        torch.manual_seed(0)
+        given = call(**inputs)
+        _check_calls(probe)
         if find_randomness:
-            calls += [(1, inputs), (0, inputs)]
-        for seed, arguments in calls:
-            torch.manual_seed(seed)
-            block = BlockAttention(
-                path=PathCache(num_layers, 0, with_grad=False),
-                path_tokens=0,
-                depth_S=depth_S,
-                mask=Mask(visible=seen.tril()),
-                kernel_name="masked_softmax",
-                keep_kv=False,
-                layers={},
-            )
-            probe = _Probe(block, num_layers)
-            token = _active_probe.set(probe)
-            try:
-                with _fingerprints(model) as found:
-                    model(**arguments)
-            finally:
-                _active_probe.reset(token)
-            prints.append(found)
-    _check_calls(probe)
-    own_positions, *prints = prints
-    if find_randomness:
-        _check_randomness(model, prints)
-    _check_positions(model, own_positions, prints[0])
+            check_randomness(model, lambda: call(**inputs))
+    _check_positions(model, own, given)
     return probe.layers
 
 
@@ -300,53 +300,13 @@ def _refuse(module: nn.Module, problem: str) -> None:
     )
 
 
-@contextmanager
-def _fingerprints(model: nn.Module) -> Iterator[_Prints]:
-    """Context manager for a call; collects one number per module, in order of ends."""
-    found: _Prints = []
-
-    def watch(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, tuple | list) else output
-            if isinstance(first, Tensor) and first.is_floating_point():
-                found.append((name, first.detach().double().norm()))
-
-        return hook
-
-    handles = [
-        module.register_forward_hook(watch(name))
-        for name, module in model.named_modules()
-        if name
-    ]
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _check_positions(model: nn.Module, own: _Prints, given: _Prints) -> None:
+def _check_positions(model: nn.Module, own: Prints, given: Prints) -> None:
     eps = torch.finfo(next(model.parameters()).dtype).eps
     for (name, a), (_, b) in zip(own, given, strict=False):
         if float(abs(a - b)) > 8 * eps * float(a):
             raise UnsupportedModelError(
-                f"{type(model).__name__} cannot run on a prefix tree: {name} "
-                f"({type(model.get_submodule(name)).__name__}) counts positions in its "
+                f"{class_name(model)} cannot run on a prefix tree: {name} "
+                f"({class_name(model.get_submodule(name))}) counts positions in its "
                 "own way (for example from the padding token on), not by the depth of "
                 f"a token; {REMEDY}"
-            )
-
-
-def _check_randomness(model: nn.Module, prints: list[_Prints]) -> None:
-    """Compare calls of seeds 0, 1, 0: the last tells what kernels do by themselves."""
-    eps = torch.finfo(next(model.parameters()).dtype).eps
-    for (name, a), (_, b), (_, again) in zip(*prints, strict=False):
-        by_seed, by_itself = float(abs(a - b)), float(abs(a - again))
-        allowed = 0.0 if by_itself == 0 else max(8 * by_itself, 100 * eps * float(a))
-        if by_seed > min(allowed, 0.01 * float(a)):
-            raise UnsupportedModelError(
-                f"{type(model).__name__} cannot be trained on prefix trees: {name} "
-                f"({type(model.get_submodule(name)).__name__}) draws random numbers "
-                "in training, which differ between the visits of a shared token: "
-                f"switch that off in the model's config, or {REMEDY}"
             )

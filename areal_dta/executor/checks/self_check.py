@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from areal_dta.executor import oracle
 from areal_dta.executor.attention import model_attention
 from areal_dta.executor.kernels import accumulation_dtype
-from areal_dta.executor.model_refusals import UnsupportedModelError
+from areal_dta.executor.model_refusals import UnsupportedModelError, class_name
 from areal_dta.executor.telemetry import is_router
 from areal_dta.executor.traversal import Traversal
 from areal_dta.executor.tree_executor import TreeExecutor
@@ -46,7 +46,7 @@ _LONGEST_WINDOW = 64
 # most norms their square, in fp32. In fp32 it is 4e-7; in bf16 1.4 eps.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _HALF_TOLERANCE = 8
-"""Tolerance for other dtypes, in units of the dtype's eps."""
+"""Tolerance for bf16 and fp16, in units of the dtype's eps."""
 _ROUTED_SHARE = 1 / 8
 """Share of the tokens, those that differ most, that is left out in half precision where
 a router chooses experts: nearly equal ones are taken the other way after a rounding.
@@ -95,7 +95,7 @@ def check_on_tiny_tree(executor: TreeExecutor) -> None:
             executor.config = config
     if problems:  # only now: other ranks may be taking part in the calls
         raise UnsupportedModelError(
-            f"{type(model).__name__} gives another result on a prefix tree than on "
+            f"{class_name(model)} gives another result on a prefix tree than on "
             f"single sequences: {problems[0]}; use the dense engine "
             "(actor.backend=fsdp:…) for this model, or actor.dta.self_check=false to "
             "train it all the same"
@@ -258,7 +258,8 @@ class _Record:
 
         with torch.no_grad():
             state = back(self.file(layer, index_S, moved.detach().flatten(1)))
-        if not hidden.requires_grad:
+        # Adapters make the embedding's output require grad even where none is taken.
+        if not (hidden.requires_grad and torch.is_grad_enabled()):
             return state
         # the value of `state` with the graph of `hidden`
         replaced = hidden - hidden.detach() + state
@@ -276,12 +277,11 @@ class _Comparison(_Record):
     def __init__(self, dense: _Record) -> None:
         super().__init__(dense.model, len(dense.is_known_T))
         self._dense = dense
-        states = dense.states
-        dtype = states[0].dtype if states else next(dense.model.parameters()).dtype
-        half = _HALF_TOLERANCE * torch.finfo(dtype).eps
-        self.tolerance = _TOLERANCES.get(dtype, half)
+        # What layers compute in may be coarser than a parameter, or finer.
+        dtypes = {x.dtype for x in [*dense.states.values(), *dense.model.parameters()]}
+        self.tolerance = max(map(_tolerance, dtypes))
         is_routed = any(map(is_router, dense.model.modules()))
-        is_routed &= dtype not in _TOLERANCES
+        is_routed &= self.tolerance > max(_TOLERANCES.values())
         self._share = 1 - _ROUTED_SHARE * is_routed
         self._grad_tolerance = self.tolerance * (4 if is_routed else 1)
         num_tokens = len(dense.is_known_T)
@@ -334,7 +334,7 @@ class _Comparison(_Record):
             return "the embedding"
         if layer == len(self.layers):
             return "the head"
-        name = type(self.layers[layer]).__name__.removeprefix("FSDP")
+        name = class_name(self.layers[layer])
         return f"layer {layer} ({name})"
 
 
@@ -352,6 +352,12 @@ def _output_problem(
 
 def _difference(what: str, error: float, tolerance: float) -> str:
     return f"the {what} differ by {error:.1e} (relative; tolerance {tolerance:.1e})"
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    if dtype not in (torch.float16, torch.bfloat16):  # quantized weights, for example
+        return _TOLERANCES.get(dtype, 0.0)
+    return _HALF_TOLERANCE * torch.finfo(dtype).eps
 
 
 def _rms(error: Tensor) -> Tensor:
