@@ -23,8 +23,8 @@ def read_jsonl(path: str | Path, expected: str) -> Iterator[tuple[int, dict[str,
         The number of the line, from 1, and its object.
 
     Raises:
-        ValueError: the file cannot be read, or a line is not UTF-8, not JSON, or not an
-            object.
+        ValueError: the file cannot be read, or a line is not UTF-8, not JSON, not an
+            object, or not text.
     """
     try:
         file = open(path, "rb")
@@ -39,9 +39,20 @@ def read_jsonl(path: str | Path, expected: str) -> Iterator[tuple[int, dict[str,
                 row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:
                 raise ValueError(f"{where}: not UTF-8 text; {expected}.") from error
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:  # also numbers too long
                 raise ValueError(f"{where}: not JSON ({error}); {expected}.") from error
             if not isinstance(row, dict):
                 got = type(row).__name__
                 raise ValueError(f"{where}: got a JSON {got}; {expected}.")
+            if rb"\u" in line and _has_half_character(row):
+                raise ValueError(f"{where}: half of a \\u surrogate pair; {expected}.")
             yield number, row
+
+
+def _has_half_character(row: dict[str, Any]) -> bool:
+    r"""Return whether a text holds a lone ``\ud800``, which no tokenizer takes."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False

@@ -6,7 +6,7 @@ Which number is the final answer:
    ``</think>`` does not either; one that never ends has no answer after it: reward 0.
 2. If the text has a ``####`` (GSM8K's mark), what follows the last one decides: the
    first number on the mark's line. If that line has none, or is a heading such as
-   ``#### 3. Total``, the rest of the text does, by the following rules. Nothing after
+   ``#### 3. Total`` above a text with numbers, the rest does, by the following rules. Nothing after
    the mark means no answer, even if the steps above it are right.
 3. The last ``\boxed{...}`` decides, the innermost where boxes are nested.
 4. Else what follows the last "answer is", "Answer:" or "A:".
@@ -60,7 +60,7 @@ _PHRASE = re.compile(
 )
 _BOLD = re.compile(r"\*\*([^*\n]{1,60})\*\*|__([^\n]{1,60}?)__")
 _BOLD_NUMBER = re.compile(r"\s*[-+]?\W*(?:[A-Z]{1,3}\W{0,2})?\d")
-_HEADING = re.compile(r"\s*(?:step\s*)?\d+\s*[.):]\s+[^\s\d]", re.IGNORECASE)
+_HEADING = re.compile(r"\s*(?:[Ss]tep\s*)?[1-9]\d?\s*[.):]\s+[^\s\da-z](?!.*[.!]\s*$)")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=[{\d\-+.])")
 _LIST_NUMBER = re.compile(r"\s*\d{1,2}[.)]\s+(?=\S*\d)")
 _DENIED = re.compile(r"\bnot\s*$", re.IGNORECASE)
@@ -116,7 +116,8 @@ def parse_final_answer(text: str) -> Fraction | None:
         if box is not None:
             return _only_number(box)
         plain = normalise(line)
-        if read_numbers(plain) and not _HEADING.match(plain):
+        is_heading = _HEADING.match(plain) and read_numbers(normalise(text))
+        if read_numbers(plain) and not is_heading:
             return _only_number(line)
         text = f"{line}\n{text}"
     return _from_prose(text[-_MAX_CHARACTERS:])

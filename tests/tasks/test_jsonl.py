@@ -30,11 +30,20 @@ def test_a_byte_order_mark(tmp_path):
         (b'{"a": ', r"not JSON \(.*\); expected numbers\."),
         (b"[1]", r"got a JSON list; expected numbers\."),
         (b'"\xff"', r"not UTF-8 text; expected numbers\."),
+        (b"[" * 100_000, r"not JSON \(.*recursion.*\); expected numbers\."),
+        (b'{"a": ' + b"1" * 5000 + b"}", r"not JSON \(.*digits.*\); expected numbers"),
+        (b'{"a": ["\\ud83d"]}', r"half of a \\u surrogate pair; expected numbers\."),
     ],
 )
 def test_file_and_line_are_named(tmp_path, line, complaint):
     with pytest.raises(ValueError, match=f"a.jsonl, line 2: {complaint}"):
         read(tmp_path / "a.jsonl", b"{}\n" + line)
+
+
+def test_a_surrogate_pair_is_a_character(tmp_path):
+    assert read(tmp_path / "a.jsonl", b'{"a": "\\ud83d\\ude00"}') == [
+        (1, {"a": "\U0001f600"})
+    ]
 
 
 def test_a_missing_file(tmp_path):

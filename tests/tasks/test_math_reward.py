@@ -124,6 +124,7 @@ def test_a_number_in_any_clothes(example):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_ten_thousand_numbers_in_any_clothes():
     paid = []
 
