@@ -6,8 +6,8 @@ Which number is the final answer:
    ``</think>`` does not either; one that never ends has no answer after it: reward 0.
 2. If the text has a ``####`` (GSM8K's mark), what follows the last one decides: the
    first number on the mark's line. If that line has none, or is a heading such as
-   ``#### 3. Total`` above a text with numbers, the rest does, by the following rules. Nothing after
-   the mark means no answer, even if the steps above it are right.
+   ``#### 3. Total`` above a text with numbers, the rest does, by the following rules.
+   Nothing after the mark means no answer, even if the steps above it are right.
 3. The last ``\boxed{...}`` decides, the innermost where boxes are nested.
 4. Else what follows the last "answer is", "Answer:" or "A:".
 5. Else the last bold text that is a number; else the last number. A further question
