@@ -53,12 +53,17 @@ class LocalServerConfig:
     attn_impl: str = "sdpa"
     #: Maximum number of tokens of prompt and answer; None follows the model.
     context_length: int | None = None
-    #: Maximum number of requests that are generated together.
+    #: Maximum number of requests that are generated together. With 1, answers are equal
+    #: from run to run to the last bit, and no prefix is kept.
     max_batch_size: int = 128
-    #: Maximum number of KV positions held at a time, padding included.
+    #: Maximum number of KV positions of running requests, padding included.
     max_cached_tokens: int = 262_144
-    #: Maximum number of prompt tokens per prefill forward, padding included.
-    max_prefill_tokens: int = 16_384
+    #: Bytes for K/V of former prompts and answers, which later prompts may start with;
+    #: least recently used ones go first, and all at a weight update. 0: none are kept.
+    prefix_cache_bytes: int = 512 * 1024**2
+    #: Maximum number of prompt tokens per forward: longer prompts are prefilled in
+    #: pieces, between which the other requests go on.
+    max_prefill_tokens: int = 512
     #: Maximum number of requests that wait; more are refused. None: what the run can
     #: have in flight, and at least 4,096.
     max_queued_requests: int | None = None
@@ -85,6 +90,10 @@ class LocalServerConfig:
         for name in _AT_LEAST_ONE:
             if (got := getattr(self, name)) < 1:
                 raise ValueError(f"{name}={got}; expected at least 1.")
+        if self.prefix_cache_bytes < 0:
+            raise ValueError(
+                f"prefix_cache_bytes={self.prefix_cache_bytes}; expected 0 or more."
+            )
         if self.max_queued_requests is not None and self.max_queued_requests < 1:
             raise ValueError(
                 f"max_queued_requests={self.max_queued_requests}; expected at least 1."

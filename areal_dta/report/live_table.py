@@ -51,6 +51,13 @@ _DROPPED = Column(
     lambda m: m.collector.get("collector/dropped") if m.collector else None,
     ",.0f",
 )
+_HITS = Column(
+    "prefix\nhits %",
+    "prefix_hits_%",
+    lambda m: m.rollout.get("prefix_hit_rate"),
+    ".0f",
+    100.0,
+)
 _BATCH = (
     Column("grad\nnorm", "grad_norm", lambda m: m.grad_norm, ".3f"),
     Column("sequence\ntokens", "sequence_tokens", lambda m: m.sequence_tokens, ",.0f"),
@@ -59,7 +66,10 @@ _BATCH = (
     Column("saving\n%", "saving_%", lambda m: m.predicted_saving, ".0f", 100.0),
 )
 COLUMNS: Final = {
-    "ppo": (_REWARD, _LOSS, *_BATCH, _DROPPED, _ROLLOUT, _TRAIN, _UPDATE, _STEP),
+    "ppo": (
+        *(_REWARD, _LOSS, *_BATCH),
+        *(_DROPPED, _HITS, _ROLLOUT, _TRAIN, _UPDATE, _STEP),
+    ),
     "sft": (_LOSS, *_BATCH, _TRAIN, _STEP),
     "dpo": (_LOSS, _ACCURACY, *_BATCH, _TRAIN, _STEP),
     "rw": (_LOSS, _ACCURACY, *_BATCH, _TRAIN, _STEP),

@@ -89,7 +89,8 @@ class StepMetrics:
     """Largest difference between the rollout server's and the trainer's logprobs, over
     tokens of the trainer's version; None where they are not recomputed."""
     rollout: dict[str, float] = field(default_factory=dict)
-    """What the workflow logs of its episodes: means by name."""
+    """What the workflow logs of its episodes: means by name. With the embedded server
+    also ``prefix_hit_rate``: cached tokens of the step's prompts / all of them."""
     collector: dict[str, float] = field(default_factory=dict)
     """What the collector and the plan of the batch report (keys ``collector/*`` and
     ``plan/*``)."""

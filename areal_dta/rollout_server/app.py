@@ -77,6 +77,9 @@ class RolloutApp:
         self._released: set[str] = set()
         self._weight_version = "0"
         self._num_updates = 0
+        # Of all answers so far.
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
 
     def build(self) -> FastAPI:
         app = create_app(
@@ -100,6 +103,7 @@ class RolloutApp:
             ("/pause_generation", self.pause),
             ("/continue_generation", self.resume),
             ("/update_weights_from_disk", self.update_weights),
+            ("/flush_cache", self.flush_cache),
             ("/release_memory_occupation", self.release_memory),
             ("/resume_memory_occupation", self.resume_memory),
             *((path, _unsupported) for path in UNSUPPORTED_ENDPOINTS),
@@ -130,6 +134,9 @@ class RolloutApp:
             "num_waiting": stats.num_waiting,
             "holds": list(stats.holds),
             "num_weight_updates": self._num_updates,
+            "num_prompt_tokens": self._num_prompt_tokens,
+            "num_cached_tokens": self._num_cached_tokens,
+            "num_kv_bytes": self.generator.num_kv_bytes,
             "context_length": self.context_length,
             "device": str(self._device),
             "pid": os.getpid(),
@@ -163,6 +170,11 @@ class RolloutApp:
         await _control(self.thread.run_exclusively(update))
         return {"success": True, "message": f"Loaded the weights of {body.model_path}."}
 
+    async def flush_cache(self, body: protocol.Request) -> dict[str, Any]:
+        """Abort what runs, and forget all cached prefixes."""
+        await _control(self.thread.run_exclusively(lambda: None))
+        return {"status": "ok", "message": "The prefix cache is empty."}
+
     async def release_memory(self, body: protocol.MemoryRequest) -> dict[str, Any]:
         """Free the KV cache, and the GPU memory of the weights (kept on the CPU)."""
         released = set(_MEMORY_TAGS) & set(body.tags or _MEMORY_TAGS)
@@ -195,11 +207,11 @@ class RolloutApp:
         """
         params, prompt = body.sampling_params, tuple(body.input_ids)
         # What only the model can tell; the rest has been checked by Pydantic.
-        for position, token in enumerate(prompt):
+        for token in (min(prompt), max(prompt)):
             if not 0 <= token < self._vocab_size:
                 raise ValueError(
-                    f"input_ids: token {token} at position {position} is not in the "
-                    f"vocabulary of the model, [0, {self._vocab_size})."
+                    f"input_ids: token {token} at position {prompt.index(token)} is "
+                    f"not in the vocabulary of the model, [0, {self._vocab_size})."
                 )
         if params.num_drawn > len(prompt):
             raise ValueError(
@@ -259,10 +271,13 @@ class RolloutApp:
     def _render(self, body: protocol.GenerateRequest, answer: Answer) -> dict[str, Any]:
         assert answer.finish is not None
         prompt = answer.task.prompt
+        self._num_prompt_tokens += len(prompt)
+        self._num_cached_tokens += answer.num_cached_tokens
         meta: dict[str, Any] = {
             "id": body.rid,
             "finish_reason": answer.finish.to_json(),
             "prompt_tokens": len(prompt),
+            "cached_tokens": answer.num_cached_tokens,
             "completion_tokens": len(answer.tokens),
             "weight_version": self._weight_version,
         }
@@ -310,6 +325,7 @@ def build_app(
         max_batch_size=config.max_batch_size,
         max_cached_tokens=config.max_cached_tokens,
         max_prefill_tokens=config.max_prefill_tokens,
+        prefix_cache_bytes=config.prefix_cache_bytes,
         load_decoder=lambda: weights.load_tokenizer(config.model_path),
     )
     thread = GenerationThread(generator, config.queue_limit())

@@ -26,10 +26,15 @@ from areal.api import (
     WeightUpdateMeta,
 )
 from areal.api.cli_args import InferenceEngineConfig
-from areal.api.io_struct import HttpRequest, WeightUpdateRequests
+from areal.api.io_struct import (
+    HttpGenerationResult,
+    HttpRequest,
+    WeightUpdateRequests,
+)
 from areal.engine.sglang_remote import RemoteSGLangEngine, SGLangBackend
-from areal.infra import RemoteInfEngine, RolloutController
+from areal.infra import RemoteInfEngine, RolloutController, workflow_context
 from areal.infra.remote_inf_engine import GroupedRolloutWorkflow
+from areal.utils import stats_tracker
 from areal.utils.network import find_free_ports, format_hostport, gethostip
 
 from areal_dta.config import lora
@@ -47,6 +52,8 @@ _HEALTH_TIMEOUT_SECONDS = 30.0
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]")
 _PROMPT_LENGTH_KEY = "areal_dta_prompt_length"
 _DRAW_KEY = "areal_dta_draw_key"
+# Logged per request below; their ratio is the hit rate of a step.
+_PROMPT_TOKENS, _CACHED_TOKENS = "prompt_tokens", "cached_prompt_tokens"
 
 
 class ServerExitedError(RuntimeError):
@@ -84,6 +91,18 @@ class LocalBackend(SGLangBackend):
             "num_drawn": num_generated,
         }
         return _with_token(request)
+
+    def parse_generation_response(
+        self, response: dict[str, Any]
+    ) -> HttpGenerationResult:
+        meta = response["meta_info"]
+        stats_tracker.get(workflow_context.stat_scope()).scalar(
+            **{
+                _PROMPT_TOKENS: meta["prompt_tokens"],
+                _CACHED_TOKENS: meta["cached_tokens"],
+            }
+        )
+        return super().parse_generation_response(response)
 
     def build_score_request(self, *args: Any, **kwargs: Any) -> HttpRequest:
         return _with_token(super().build_score_request(*args, **kwargs))
@@ -228,6 +247,20 @@ class LocalInfEngine(RemoteInfEngine):
             time.sleep(_HEALTH_POLL_SECONDS)
 
 
+class LocalController(RolloutController):
+    """AReaL's controller, with the hit rate of the servers' prefix caches."""
+
+    def export_stats(self) -> dict[str, float]:
+        """Return AReaL's statistics and ``<scope>/prefix_hit_rate`` since last time."""
+        stats = super().export_stats()
+        for key in [key for key in stats if key.endswith(f"/{_CACHED_TOKENS}")]:
+            scope = key.removesuffix(_CACHED_TOKENS)
+            # Both are means over the same requests.
+            rate = stats[key] / stats[scope + _PROMPT_TOKENS]
+            stats[f"{scope}prefix_hit_rate"] = rate
+        return stats
+
+
 class LocalEngine(RemoteSGLangEngine):
     """AReaL's rollout engine for `rollout.backend=local:dN`."""
 
@@ -244,4 +277,4 @@ class LocalEngine(RemoteSGLangEngine):
                 f"rollout._version={config._version}; the local rollout backend works "
                 "with AReaL's v1 controller only."
             )
-        return RolloutController(cls, config=config, scheduler=scheduler)
+        return LocalController(cls, config=config, scheduler=scheduler)

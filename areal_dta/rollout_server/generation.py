@@ -1,10 +1,11 @@
 """Batched generation with a Transformers model: the decode loop of the local server.
 
 Requests join and leave between any two steps. A newcomer's prompt, but for its last
-token, is prefilled (equal prompts once: GRPO sends every prompt n_samples times) and
-copied into the running cache; its last token then takes part in the next decode step
-like everybody else's newest token. One step is one forward of [rows, 1] and one draw
-per row, so pausing between steps is pausing within a token.
+token, is looked up in the prefix cache; what is new there is prefilled in pieces. One
+step is one forward over the newest token of every row and over at most
+`max_prefill_tokens` tokens of such pieces, and one draw per row. So a long prompt holds
+nobody up for longer than its pieces take, and pausing between steps is pausing within a
+token. A row's first step is the one that completes its prompt.
 
 Nothing here knows of threads or HTTP: `generation_thread.py` owns a `BatchGenerator`
 and is the only one to call it.
@@ -16,10 +17,22 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
-from areal_dta.rollout_server.kv_cache import RowCache
+from areal_dta.executor.checks.attention_profile import profile_attention
+from areal_dta.executor.model_support import UnsupportedModelError, model_inputs
+from areal_dta.rollout_server.kv_cache import RowTails
+from areal_dta.rollout_server.packed_attention import (
+    CopiedPrefix,
+    Piece,
+    SharedNodes,
+    Step,
+    attending,
+    measure_kv,
+)
+from areal_dta.rollout_server.prefix_cache import Node, PrefixCache, TokenArray
 from areal_dta.rollout_server.protocol import FinishReason
 from areal_dta.rollout_server.sampling import BatchSampling, RowSampling, sample
 from areal_dta.rollout_server.weights import vocab_size
@@ -28,6 +41,9 @@ from areal_dta.rollout_server.weights import vocab_size
 ABORTED_BEFORE_PREFILL = "Abort before prefill"
 ABORTED = "Abort: generation was paused"
 _LOGPROB_CHUNK = 1024
+# Shorter prompts are copied into their rows: one call of attention takes as long as
+# reading the K/V of about so many tokens.
+_MIN_SHARED_TOKENS = 128
 
 
 class GenerationError(RuntimeError):
@@ -66,11 +82,16 @@ class Answer:
     logprobs: list[float] = field(default_factory=list)
     #: Logprobs of prompt[from + 1:], at temperature 1.
     prompt_logprobs: list[float] | None = None
+    #: Tokens of the prompt whose K/V were in the prefix cache, or on their way there.
+    num_cached_tokens: int = 0
     finish: FinishReason | None = None
     error: str | None = None
     rng: random.Random = field(init=False)
+    #: The prompt without its last token, which is the input of the first step.
+    prefix: TokenArray = field(init=False)
 
     def __post_init__(self) -> None:
+        self.prefix = np.array(self.task.prompt[:-1], np.int64)
         self.rng = random.Random(self.task.seed)
         for _ in range(self.task.num_drawn):
             self.rng.random()
@@ -93,9 +114,25 @@ class Answer:
         )
 
 
+@dataclass(eq=False, slots=True)
+class _Row:
+    """An admitted request."""
+
+    answer: Answer
+    #: Where its prefix ends in the cache, which keeps it until the row leaves.
+    node: Node
+    #: Tokens of the prefix that become the first columns of its tail: all or none.
+    num_copied: int
+
+    @property
+    def max_columns(self) -> int:
+        return self.num_copied + self.answer.task.max_new_tokens
+
+
 class BatchGenerator:
     """The running batch. Not thread-safe."""
 
+    @torch.inference_mode()
     def __init__(
         self,
         model: PreTrainedModel,
@@ -103,147 +140,226 @@ class BatchGenerator:
         max_batch_size: int,
         max_cached_tokens: int,
         max_prefill_tokens: int,
+        prefix_cache_bytes: int = 0,
         load_decoder: Callable[[], Decoder] | None = None,
     ) -> None:
+        """Start with an empty batch; calls the model a few times.
+
+        Raises:
+            UnsupportedModelError: its attention cannot be split at a prefix.
+        """
         self.model = model
         self.max_batch_size = max_batch_size
         self.max_cached_tokens = max_cached_tokens
         self.max_prefill_tokens = max_prefill_tokens
         self._load_decoder = load_decoder
         self._decoder: Decoder | None = None
-        self._cache: RowCache | None = None
-        self._rows: list[Answer] = []
-        self._sampling: BatchSampling | None = None
         self._vocab_size = vocab_size(model)
+        try:
+            self._layers = profile_attention(model, find_randomness=False)
+        except UnsupportedModelError as error:
+            raise UnsupportedModelError(
+                f"{error} (a server that shares prefixes has the same limits); here: "
+                "use rollout.backend=sglang"
+            ) from error
+        shape = measure_kv(model, self._inputs([0], [0]))
+        # One request at a time is for answers that are equal to the last bit. How a
+        # prefix was cut into pieces shows in its last bits, so none may be kept.
+        budget = prefix_cache_bytes if max_batch_size > 1 else 0
+        self.prefix_cache = PrefixCache(shape, budget)
+        self._tails = RowTails(shape)
+        # Columns of a tail must be in order where a window cuts some off.
+        has_windows = any(layer.window is not None for layer in self._layers.values())
+        self._min_shared_tokens = 0 if has_windows else _MIN_SHARED_TOKENS
+        self._decoding: list[_Row] = []
+        self._prefilling: list[_Row] = []
+        #: Rows that the step under way lets in, or computes a piece for.
+        self._newcomers: list[_Row] = []
+        self._sampling: BatchSampling | None = None
+        self._shared: tuple[int, SharedNodes] | None = None
 
     @property
     def rows(self) -> Sequence[Answer]:
-        return self._rows
+        """All admitted requests."""
+        return [row.answer for row in (*self._decoding, *self._prefilling)]
 
-    def num_admissible(self, waiting: Sequence[Answer]) -> int:
-        """Return how many of the first waiting requests fit into the batch now.
-
-        Room is set aside for the longest possible answer, so that no step ever finds
-        the cache full. A lone request always fits.
-        """
-        # All rows share one right edge, so a batch takes rows x (edge + longest
-        # answer) columns; a newcomer may push the edge and the answer further out.
-        edge = self._cache.edge if self._cache is not None and self._rows else 0
-        ahead = max((row.num_remaining for row in self._rows), default=0)
-        count = 0
-        for answer in waiting:
-            edge = max(edge, len(answer.task.prompt))
-            ahead = max(ahead, answer.num_remaining)
-            rows = len(self._rows) + count + 1
-            if rows > self.max_batch_size:
-                break
-            if rows > 1 and rows * (edge + ahead) > self.max_cached_tokens:
-                break
-            count += 1
-        return count
+    @property
+    def num_kv_bytes(self) -> int:
+        """Bytes of all keys and values that are held."""
+        cache = self.prefix_cache
+        tokens = cache.num_used_tokens + cache.num_unused_tokens + self._tails.capacity
+        return tokens * cache.shape.bytes_per_token
 
     @torch.inference_mode()
-    def admit(self, answers: Sequence[Answer]) -> None:
-        """Prefill these requests and add them to the batch.
+    def admit(self, answers: Sequence[Answer]) -> int:
+        """Add the first of these requests to the batch, as many as fit.
+
+        Room is set aside for the longest possible answers, so that no step ever finds
+        the cache full. A lone request always fits.
+
+        Returns:
+            How many were added.
 
         Raises:
             Exception: whatever the model raised. Requests that are not in `rows` then
                 were not admitted; the others are not affected.
         """
-        # Scores of a prompt need its logits, which the prefill leaves out.
-        for answer in answers:
+        for count, answer in enumerate(answers):
+            size = len(answer.prefix)
+            row = _Row(
+                answer,
+                self.prefix_cache.root,
+                num_copied=size if size < self._min_shared_tokens else 0,
+            )
+            if not self._has_room(row):
+                return count
+            # Scores of a prompt need its logits, which the prefill leaves out.
             if answer.task.prompt_logprobs_from is not None:
                 answer.prompt_logprobs = self._score_prompt(answer.task)
-        for group in self._split_prefill(answers):
-            # Prefill each distinct prompt once, without its last token, which is the
-            # input of the row's first decode step.
-            prefixes = [answer.task.prompt[:-1] for answer in group]
-            distinct = {prefix: i for i, prefix in enumerate(dict.fromkeys(prefixes))}
-            prefill = self._prefill(list(distinct))
-            # Copy the prefill to every row; only now are the rows part of the batch,
-            # so that a failed forward leaves no row half admitted.
-            if self._cache is None:
-                self._cache = RowCache(prefill)
-            self._cache.insert(
-                prefill,
-                [distinct[prefix] for prefix in prefixes],
-                [len(prefix) for prefix in prefixes],
+            row.node, answer.num_cached_tokens = self.prefix_cache.acquire(
+                answer.prefix
             )
-            self._rows += group
-            self._sampling = None
+            self._prefilling.append(row)
+        return len(answers)
 
     @torch.inference_mode()
     def step(self) -> list[Answer]:
-        """Give every row one more token, and return the rows that are done.
+        """Go on with all prompts, give every other row one more token.
+
+        Returns:
+            The rows that are done.
 
         Raises:
-            Exception: whatever the model raised; call `clear` before going on.
+            Exception: whatever the model raised; call `drop_failed` before going on.
         """
-        # Reserve the column of the new tokens, and mask what lies before a row's start.
-        assert self._rows and self._cache is not None
-        cache, device = self._cache, self.model.device
-        cache.reserve_column()
-        starts = torch.tensor(cache.starts, device=device)[:, None]
-        mask = None
-        if any(cache.starts):
-            mask = torch.arange(cache.edge + 1, device=device) >= starts
+        # Choose the pieces of prompts, and the rows whose prompts are complete then.
+        pieces, joining = self._choose_pieces()
+        rows = [*self._decoding, *joining]
+        cache, tails, device = self.prefix_cache, self._tails, self.model.device
+        lengths = tails.lengths + [row.num_copied for row in joining]
+        if rows:
+            tails.reserve(
+                len(rows),
+                max(lengths) + 1,
+                self.max_batch_size,
+                max(row.max_columns for row in rows),
+            )
 
-        # One forward over every row's newest token.
-        logits = self.model(
-            input_ids=torch.tensor(
-                [[row.newest_token] for row in self._rows], device=device
-            ),
-            position_ids=cache.edge - starts,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1]
-        cache.advance()
+        # One forward over every row's newest token, and the pieces behind them.
+        tokens = [row.answer.newest_token for row in rows]
+        positions = [row.answer.length - 1 for row in rows]
+        for piece in pieces:
+            first = piece.node.start + piece.start
+            positions += range(first, first + piece.end - piece.start)
+            tokens += piece.node.tokens[piece.start : piece.end].tolist()
+        paths = [[] if row.num_copied else row.node.path() for row in rows]
+        step = Step(
+            num_tokens=len(tokens),
+            layers=self._layers,
+            tails=tails,
+            lengths=lengths,
+            positions=positions[: len(rows)],
+            paths=paths,
+            shared=self._share(paths, bool(joining)),
+            pieces=pieces,
+            copied=self._copied(joining),
+        )
+        with attending(self.model, step):
+            logits = self.model(
+                **self._inputs(tokens, positions),
+                logits_to_keep=torch.arange(len(rows), device=device),
+            ).logits[0]
+
+        # Nothing has failed: make it the new state.
+        for piece in pieces:
+            piece.node.num_filled = piece.end
+        tails.lengths = [length + 1 for length in lengths]
+        self._decoding = rows
+        if joining:
+            joined = set(map(id, joining))
+            self._prefilling = [r for r in self._prefilling if id(r) not in joined]
+            self._sampling = None
+            for row in joining:
+                if not row.num_copied:
+                    cache.join_chain(row.node)
+        self._newcomers = []
+        if not rows:
+            return []
 
         # Draw one token per row. Until min_new_tokens a row may not draw what stops it.
+        answers = [row.answer for row in rows]
         if self._sampling is None:
             self._sampling = BatchSampling.build(
-                [row.task.sampling for row in self._rows], self._vocab_size, device
+                [answer.task.sampling for answer in answers], self._vocab_size, device
             )
-        tokens, logprobs = sample(
+        drawn, logprobs = sample(
             logits,
             self._sampling,
-            [row.rng.random() for row in self._rows],
+            [answer.rng.random() for answer in answers],
             [
-                (i, tuple(row.task.stop_token_ids))
-                for i, row in enumerate(self._rows)
-                if len(row.tokens) < row.task.min_new_tokens and row.task.stop_token_ids
+                (i, tuple(answer.task.stop_token_ids))
+                for i, answer in enumerate(answers)
+                if len(answer.tokens) < answer.task.min_new_tokens
+                and answer.task.stop_token_ids
             ],
         )
 
         # Append the tokens, and take finished rows out of the batch.
         done = []
-        for i, row in enumerate(self._rows):
-            self._append(row, tokens[i], logprobs[i])
-            if row.finish is not None or row.error is not None:
+        for i, answer in enumerate(answers):
+            self._append(answer, drawn[i], logprobs[i])
+            if answer.finish is not None or answer.error is not None:
                 done.append(i)
         return self._remove(done)
 
     @torch.inference_mode()
-    def abort_all(self) -> list[Answer]:
-        """Stop all rows, and return them with their partial answers."""
-        for row in self._rows:
-            row.abort()
-        return self._remove(range(len(self._rows)))
+    def drop_failed(self, error: Exception) -> list[Answer]:
+        """Drop what a failed step was about, and return it with `error` set.
+
+        A failed forward leaves the state as it was before the step. Newcomers are the
+        first to be suspected; without any, everything goes.
+        """
+        what = "prefill" if self._newcomers else "forward"
+        rows = self._newcomers or [*self._decoding, *self._prefilling]
+        answers = self.drop([row.answer for row in rows])
+        for answer in answers:
+            answer.error = f"the {what} failed: {error!r}"
+        return answers
 
     @torch.inference_mode()
-    def drop(self, answers: Iterable[Answer]) -> None:
-        """Forget rows that nobody waits for."""
+    def abort_all(self) -> list[Answer]:
+        """Stop all rows, and return them with their partial answers."""
+        answers = self.drop(self.rows)
+        for answer in answers:
+            answer.abort()
+        return answers
+
+    @torch.inference_mode()
+    def drop(self, answers: Iterable[Answer]) -> list[Answer]:
+        """Take rows out of the batch as they are."""
         dropped = set(map(id, answers))
-        self._remove([i for i, row in enumerate(self._rows) if id(row) in dropped])
+        for row in self._prefilling:
+            if id(row.answer) in dropped:
+                self.prefix_cache.release(row.node)
+        gone = [r.answer for r in self._prefilling if id(r.answer) in dropped]
+        self._prefilling = [r for r in self._prefilling if id(r.answer) not in dropped]
+        self._newcomers = []
+        rows = [i for i, r in enumerate(self._decoding) if id(r.answer) in dropped]
+        return self._remove(rows) + gone
 
     def clear(self) -> list[Answer]:
-        """Forget all rows, free the cache, and return the rows as they are."""
-        rows, self._rows = self._rows, []
-        self._cache = None
-        self._sampling = None
-        return rows
+        """Forget all rows and prefixes, free their memory; return the rows."""
+        answers = self.drop(self.rows)
+        self.drop_prefixes()
+        self._tails.clear()
+        return answers
+
+    def drop_prefixes(self) -> None:
+        """Forget all cached prefixes, which is needed when the weights change.
+
+        The batch must be empty.
+        """
+        self.prefix_cache.clear()
 
     def decoder(self) -> Decoder:
         """Return the tokenizer, which is loaded on first use.
@@ -257,56 +373,98 @@ class BatchGenerator:
             self._decoder = self._load_decoder()
         return self._decoder
 
+    def _has_room(self, row: _Row) -> bool:
+        rows = [*self._decoding, *self._prefilling, row]
+        if len(rows) == 1:
+            return True
+        columns = max(row.max_columns for row in rows)
+        cache = self.prefix_cache
+        used = cache.num_used_tokens + cache.num_new_tokens(row.answer.prefix)
+        return (
+            len(rows) <= self.max_batch_size
+            and used + len(rows) * columns <= self.max_cached_tokens
+        )
+
+    def _inputs(self, tokens: list[int], positions: list[int]) -> dict[str, Any]:
+        device = self.model.device
+        return model_inputs(
+            self.model,
+            torch.tensor(tokens, device=device),
+            torch.tensor(positions, device=device),
+        )
+
+    def _choose_pieces(self) -> tuple[list[Piece], list[_Row]]:
+        """Return what to prefill in this step, and the rows that can join it."""
+        # First come, first served; each node has to be computed after those above.
+        chosen: list[tuple[Node, int, int, tuple[Node, ...]]] = []
+        filled: dict[int, int] = {}
+        joining = []
+        self._newcomers = []
+        budget = self.max_prefill_tokens
+        for row in self._prefilling:
+            path, had = row.node.path(), len(chosen)
+            is_complete = True
+            for i, node in enumerate(path):
+                start = filled.get(id(node), node.num_filled)
+                end = start + min(budget, node.num_tokens - start)
+                if end > start:
+                    chosen.append((node, start, end, tuple(path[:i])))
+                    filled[id(node)] = end
+                    budget -= end - start
+                if end < node.num_tokens:
+                    is_complete = False
+                    break
+            if is_complete:
+                joining.append(row)
+            if is_complete or len(chosen) > had:
+                self._newcomers.append(row)
+        pieces, first = [], len(self._decoding) + len(joining)
+        for node, start, end, above in chosen:
+            pieces.append(Piece(node, start, end, first, above))
+            first += end - start
+        return pieces, joining
+
+    def _copied(self, joining: list[_Row]) -> list[CopiedPrefix]:
+        """Group the joining rows whose prefix is copied by that prefix."""
+        groups: dict[int, CopiedPrefix] = {}
+        for i, row in enumerate(joining, len(self._decoding)):
+            if row.num_copied:
+                if id(row.node) not in groups:
+                    nodes = tuple(row.node.path())
+                    groups[id(row.node)] = CopiedPrefix(nodes, [])
+                groups[id(row.node)].rows.append(i)
+        return list(groups.values())
+
+    def _share(self, paths: list[list[Node]], is_new: bool) -> SharedNodes:
+        version = self.prefix_cache.version
+        if self._shared is None or is_new or self._shared[0] != version:
+            self._shared = version, SharedNodes(paths, self.model.device)
+        return self._shared[1]
+
     def _remove(self, indices: Sequence[int]) -> list[Answer]:
+        """Take rows out of the batch; what they have computed may be kept."""
         if not indices:
             return []
-        assert self._cache is not None
-        removed = [self._rows[i] for i in indices]
-        if len(removed) == len(self._rows):
-            self._cache.clear()
-            self._rows = []
-        else:
-            order = self._cache.remove(list(indices))
-            self._rows = [self._rows[i] for i in order]
+        removed = [self._decoding[i] for i in indices]
+        for i, row in zip(indices, removed, strict=True):
+            answer = row.answer
+            if answer.error is None and self.prefix_cache.max_unused_bytes:
+                first = len(answer.prefix) - row.num_copied  # position of column 0
+                computed = answer.task.prompt[-1:] + tuple(answer.tokens[:-1])
+                self.prefix_cache.insert(
+                    np.concatenate([answer.prefix, computed]),
+                    first,
+                    lambda start, end, i=i, first=first: self._tails.copy_row(
+                        i, start - first, end - first
+                    ),
+                )
+            self.prefix_cache.release(row.node)
+        unclean = [i for i in indices if self._decoding[i].answer.error is not None]
+        order = self._tails.remove(list(indices), unclean)
+        self._decoding = [self._decoding[i] for i in order]
         self._sampling = None
-        return removed
-
-    def _split_prefill(self, answers: Sequence[Answer]) -> list[list[Answer]]:
-        """Split into groups whose padded prompts stay below `max_prefill_tokens`."""
-        # Shortest first, so that prompts of one group are about equally long; equal
-        # prompts count once.
-        groups: list[list[Answer]] = []
-        distinct: set[tuple[int, ...]] = set()
-        longest = 0
-        for answer in sorted(answers, key=lambda a: len(a.task.prompt)):
-            prompt = answer.task.prompt
-            longest = max(longest, len(prompt))
-            size = longest * (len(distinct) + (prompt not in distinct))
-            if not groups or size > self.max_prefill_tokens:
-                groups.append([])
-                distinct, longest = set(), len(prompt)
-            distinct.add(prompt)
-            groups[-1].append(answer)
-        return groups
-
-    def _prefill(self, prefixes: list[tuple[int, ...]]) -> DynamicCache:
-        """Compute keys and values [U, H, longest, D]; each prompt is left-aligned.
-
-        The padding is on the right, where causal attention ignores it, so no mask is
-        needed. It repeats the prompt's last token: attention kernels multiply what
-        they ignore by zero, so it must be finite where the prompt is. Empty prefixes
-        get a throw-away column.
-        """
-        longest = max(1, max(map(len, prefixes)))
-        padded = [p + (p or (0,))[-1:] * (longest - len(p)) for p in prefixes]
-        cache = DynamicCache()
-        self.model(
-            input_ids=torch.tensor(padded, device=self.model.device),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        return cache
+        self._shared = None
+        return [row.answer for row in removed]
 
     def _score_prompt(self, task: GenerationTask) -> list[float]:
         """Return the logprobs of prompt[from + 1:], each given everything before it."""

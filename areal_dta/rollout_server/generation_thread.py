@@ -148,10 +148,14 @@ class GenerationThread:
         return self._post(command)
 
     def run_exclusively(self, operation: Callable[[], T]) -> Future[T]:
-        """Abort what runs, then run `operation` while nothing is generated."""
+        """Abort what runs, then run `operation` while nothing is generated.
+
+        Cached prefixes are dropped: the operation may change what they depend on.
+        """
 
         def command() -> T:
             self._abort_running()
+            self._generator.drop_prefixes()
             return operation()
 
         return self._post(command)
@@ -220,27 +224,23 @@ class GenerationThread:
         self._generator.drop(gone)
 
     def _admit(self) -> None:
-        with self._wakeup:
-            if self._holds or not self._waiting:
-                return
-            self._forget_cancelled()
-            count = self._generator.num_admissible([a for a, _ in self._waiting])
-            admitted = [self._waiting.popleft() for _ in range(count)]
-        if not admitted:
-            return
-        # Prefill. When one group of prompts fails, those before it are rows already.
-        error: Exception | None = None
-        try:
-            self._generator.admit([answer for answer, _ in admitted])
-        except Exception as raised:
-            logger.exception("Prefilling %d request(s) failed.", len(admitted))
-            error = raised
-        rows = set(map(id, self._generator.rows))
-        for answer, future in admitted:
-            if id(answer) in rows:
-                self._running[id(answer)] = future
-            else:
+        while True:
+            with self._wakeup:
+                self._forget_cancelled()
+                if self._holds or not self._waiting:
+                    return
+                answer, future = self._waiting.popleft()
+            try:
+                is_admitted = bool(self._generator.admit([answer]))
+            except Exception as error:
+                logger.exception("A request could not be admitted.")
                 _fail(future, GenerationError(f"the prefill failed: {error!r}"))
+                continue
+            if not is_admitted:
+                with self._wakeup:
+                    self._waiting.appendleft((answer, future))
+                return
+            self._running[id(answer)] = future
 
     def _step(self) -> None:
         if not self._running:
@@ -248,11 +248,8 @@ class GenerationThread:
         try:
             done = self._generator.step()
         except Exception as error:
-            # A failed forward cannot be blamed on one row, and the cache is undefined.
-            done = self._generator.clear()
-            logger.exception("A decode step of %d request(s) failed.", len(done))
-            for answer in done:
-                answer.error = f"the forward failed: {error!r}"
+            done = self._generator.drop_failed(error)
+            logger.exception("A step failed; %d request(s) end with it.", len(done))
         self._finish(done)
 
     def _abort_running(self) -> None:

@@ -239,6 +239,11 @@ class TestMeter:
         (column,) = [c for c in COLUMNS["ppo"] if c.label == "not_trained"]
         assert column.text(metrics) == "3"
 
+    def test_the_table_shows_the_hit_rate_of_the_server(self) -> None:
+        stats = {"rollout/prefix_hit_rate": 0.934}
+        (column,) = [c for c in COLUMNS["ppo"] if c.label == "prefix_hits_%"]
+        assert column.text(step_metrics(1, stats, None, 1.0)) == "93"
+
 
 class TestView:
     def view(self, terminal: bool) -> tuple[RunView, io.StringIO]:
@@ -260,7 +265,7 @@ class TestView:
         assert lines[1] == (
             "step 7/50  reward 0.500  loss -0.0123  grad_norm 0.250  "
             "sequence_tokens 9,600  tree_tokens 1,600  sharing 6.00  saving_% 80  "
-            "not_trained -  rollout_s 1.00  train_s 0.50  update_s 0.20  step_s 1.75"
+            "not_trained -  prefix_hits_% -  rollout_s 1.00  train_s 0.50  update_s 0.20  step_s 1.75"
         )
         assert lines[2] == "[/not markup]"
 

@@ -127,7 +127,7 @@ def kill_thread(generator: BatchGenerator, monkeypatch) -> None:
     def die(waiting):
         raise SystemError("cosmic ray")
 
-    monkeypatch.setattr(generator, "num_admissible", die)
+    monkeypatch.setattr(generator, "drop", die)
 
 
 def test_a_dead_generation_thread_shows_in_health(

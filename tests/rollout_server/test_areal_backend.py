@@ -103,6 +103,25 @@ def test_greedy(engine: LocalEngine, model) -> None:
         assert int(model(context).logits[0, -1].argmax()) == token
 
 
+def test_hit_rates_are_reported(
+    engine: LocalEngine, launched: RunningServer, monkeypatch
+) -> None:
+    engine.export_stats()
+    prompt = [7, *range(20, 40)]
+    for _ in range(2):  # the second one finds all tokens but the last
+        generate(engine, prompt, max_new_tokens=2, ignore_eos=True)
+    stats = engine.export_stats()
+    assert stats["rollout/prompt_tokens"] == 21
+    assert stats["rollout/cached_prompt_tokens"] == 10  # a mean over the requests
+    controller = LocalEngine.as_controller(engine_config(), scheduler=None)
+    monkeypatch.setattr(
+        controller, "_collective_rpc", lambda **kwargs: [stats, stats, {}]
+    )
+    exported = controller.export_stats()
+    assert exported["rollout/prefix_hit_rate"] == pytest.approx(10 / 21)
+    assert launched.info()["num_cached_tokens"] >= 20
+
+
 def test_refusals_reach_the_user(engine: LocalEngine) -> None:
     with pytest.raises(RuntimeError, match=f"context of {CONTEXT_LENGTH}"):
         generate(engine, [3], max_new_tokens=CONTEXT_LENGTH)
@@ -293,7 +312,7 @@ def test_a_server_that_is_not_ready_in_time_is_ended(
 
 def test_controller() -> None:
     controller = LocalEngine.as_controller(engine_config(), scheduler=None)
-    assert type(controller) is RolloutController
+    assert isinstance(controller, RolloutController)
     assert controller.inf_engine is LocalEngine
     with pytest.raises(ValueError, match="v1 controller"):
         LocalEngine.as_controller(engine_config(_version="v2"), scheduler=None)

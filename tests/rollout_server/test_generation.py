@@ -126,39 +126,42 @@ def test_greedy_equals_unbatched_greedy(model) -> None:
         assert answer.tokens == sequence[len(prompt) :]
 
 
-def test_equal_prompts_are_prefilled_once(model, monkeypatch) -> None:
-    generator = make_generator(model)
-    shapes = []
+def spy_on_forwards(model, monkeypatch) -> list[int]:
+    """Record the tokens of each forward from now on."""
+    sizes: list[int] = []
     forward = type(model).forward
 
     def spy(self, *args, **kwargs):
-        shapes.append(tuple(kwargs["input_ids"].shape))
+        sizes.append(kwargs["input_ids"].numel())
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(type(model), "forward", spy)
+    return sizes
+
+
+def test_equal_prompts_are_prefilled_once(model, monkeypatch) -> None:
+    generator = make_generator(model)
+    sizes = spy_on_forwards(model, monkeypatch)
     answers = run_all(generator, [make_task([1, 2, 3, 4], 2, seed=i) for i in range(8)])
-    assert shapes == [(1, 3), (8, 1), (8, 1)]
+    assert sizes == [8 + 3, 8]
     assert len({tuple(answer.tokens) for answer in answers}) > 1
 
 
-def test_prefill_is_split_at_its_budget(model, monkeypatch) -> None:
-    sizes = []
-    generator = make_generator(model, max_prefill_tokens=30)
-    prefill = generator._prefill
-
-    def spy(prefixes):
-        sizes.append(len(prefixes) * (max(map(len, prefixes)) + 1))
-        return prefill(prefixes)
-
-    monkeypatch.setattr(generator, "_prefill", spy)
-    rng = random.Random(0)
-    tasks = [
-        make_task([rng.randrange(VOCAB_SIZE) for _ in range(n)], 3)
-        for n in (10, 3, 40, 9, 10, 2)
-    ]
-    check_logprobs(model, run_all(generator, tasks))
-    # Shortest first; the long prompt exceeds the budget by itself and goes alone.
-    assert sizes == [3 * 9, 2 * 10, 1 * 40]
+def test_prompts_are_prefilled_in_pieces_while_others_go_on(model, monkeypatch) -> None:
+    generator = make_generator(model, max_prefill_tokens=10)
+    short, long = [Answer(make_task([n] * n, 8)) for n in (4, 31)]
+    generator.admit([short])
+    generator.step()
+    sizes = spy_on_forwards(model, monkeypatch)
+    generator.admit([long])
+    for _ in range(4):
+        generator.step()
+    # The prompt's last tokens come with its first answer.
+    assert sizes == [1 + 10, 1 + 10, 2 + 10, 2]
+    assert (len(short.tokens), len(long.tokens)) == (5, 2)
+    while generator.rows:
+        generator.step()
+    check_logprobs(model, [short, long])
 
 
 def test_same_seed_same_answer_whatever_the_batch(model) -> None:
@@ -301,15 +304,18 @@ def test_prompt_logprobs(model) -> None:
 
 
 def test_admission_respects_rows_and_cache(model) -> None:
-    generator = make_generator(model, max_batch_size=4, max_cached_tokens=100)
+    def num_admitted(first: list[Answer]) -> int:
+        generator = make_generator(model, max_batch_size=4, max_cached_tokens=100)
+        count = generator.admit(first)
+        assert list(generator.rows) == first[:count]
+        return count
+
     short = [Answer(make_task([1, 2], 8, seed=i)) for i in range(9)]
-    assert generator.num_admissible(short) == 4
-    long = [Answer(make_task([1] * 20, 20)), *short]
-    assert generator.num_admissible(long) == 2  # 3 rows x 40 columns are too many
-    huge = [Answer(make_task([1] * 20, 500)), *short]
-    assert generator.num_admissible(huge) == 1  # alone it must fit
-    generator.admit(long[:2])
-    assert generator.num_admissible(short) == 0
+    assert num_admitted(short) == 4
+    # Their prompts take 19 + 1 tokens; 3 rows x 39 columns would be too many.
+    assert num_admitted([Answer(make_task([1] * 20, 20)), *short]) == 2
+    # Alone it must fit.
+    assert num_admitted([Answer(make_task([1] * 20, 500)), *short]) == 1
 
 
 def test_a_non_finite_row_fails_alone_and_leaves_nothing_behind() -> None:
@@ -334,9 +340,10 @@ def test_a_non_finite_row_fails_alone_and_leaves_nothing_behind() -> None:
 
 def test_what_stands_in_the_padding_does_not_matter() -> None:
     model = model_for_generation()
+    generator = make_generator(model)
     model.get_input_embeddings().weight[0] = float("nan")
     prompts = [[5, 6], [7, 8, 9, 10], [11, 12, 13], [14]]
-    answers = run_all(make_generator(model), [make_task(p, 2) for p in prompts])
+    answers = run_all(generator, [make_task(p, 2) for p in prompts])
     assert all(answer.error is None and 0 not in answer.tokens for answer in answers)
     check_logprobs(model, answers)
 
@@ -347,13 +354,17 @@ def test_a_failed_prefill_leaves_the_others_alone(model, monkeypatch) -> None:
     generator.admit(running)
     generator.step()
 
-    def broken(prefixes):
+    def broken(self, *args, **kwargs):
         raise RuntimeError("out of memory")
 
+    failed = Answer(make_task([9, 9], 5))
+    generator.admit([failed])
     with monkeypatch.context() as patch:
-        patch.setattr(generator, "_prefill", broken)
-        with pytest.raises(RuntimeError, match="out of memory"):
-            generator.admit([Answer(make_task([9, 9], 5))])
+        patch.setattr(type(model), "forward", broken)
+        with pytest.raises(RuntimeError, match="out of memory") as error:
+            generator.step()
+    assert generator.drop_failed(error.value) == [failed]
+    assert "prefill failed" in failed.error
     assert list(generator.rows) == running
     while generator.rows:
         generator.step()

@@ -162,11 +162,15 @@ def test_a_failed_prefill_fails_its_requests_only(
     running = worker.submit(make_task([1], 6))
     steps.allow(1)
     wait_until(lambda: steps.num_started == 2, "second step", TIMEOUT)
+    choose = generator._choose_pieces
 
-    def broken(prefixes):
-        raise RuntimeError("out of memory")
+    def broken():
+        pieces, joining = choose()
+        if pieces:
+            raise RuntimeError("out of memory")
+        return pieces, joining
 
-    monkeypatch.setattr(generator, "_prefill", broken)
+    monkeypatch.setattr(generator, "_choose_pieces", broken)
     with pytest.raises(GenerationError, match="prefill failed"):
         future = worker.submit(make_task([1, 2], 3))
         steps.allow(20)
@@ -181,7 +185,7 @@ def test_a_dead_thread_fails_everybody_and_shows(generator, monkeypatch) -> None
     def die(waiting):
         raise SystemError("cosmic ray")
 
-    monkeypatch.setattr(generator, "num_admissible", die)
+    monkeypatch.setattr(generator, "drop", die)
     future = worker.submit(make_task([1], 3))
     worker.start()
     with pytest.raises(ThreadDeadError, match="cosmic ray"):

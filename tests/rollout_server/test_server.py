@@ -222,6 +222,17 @@ def test_memory_can_be_released_and_taken_back(server: RunningServer) -> None:
     assert before["output_ids"] == after["output_ids"]
 
 
+def test_the_prefix_cache_can_be_flushed(server: RunningServer) -> None:
+    def num_cached() -> int:
+        reply = server.generate([5] * 30, max_new_tokens=1, sampling_seed=1).json()
+        return reply["meta_info"]["cached_tokens"]
+
+    server.post("/flush_cache").raise_for_status()
+    assert [num_cached(), num_cached()] == [0, 29]
+    server.post("/flush_cache").raise_for_status()
+    assert num_cached() == 0
+
+
 def test_sigterm_ends_it_in_time_even_while_busy(model_path) -> None:
     with running_server(model_path) as running:
         pending = threading.Thread(
