@@ -65,13 +65,18 @@ class Server:
             from areal_dta.rollout.local import worker as thread
 
             limits["max_prefill_tokens"] = 16_384
-            Thread = thread.GenerationWorker
+            Thread, Task = thread.GenerationWorker, generation.GenerationTask
         else:
-            from areal_dta.rollout_server import generation, generation_thread, sampling
+            from areal_dta.rollout_server import (
+                answers,
+                generation,
+                generation_thread,
+                sampling,
+            )
 
             limits |= {"max_prefill_tokens": 512, "prefix_cache_bytes": cache_bytes}
-            Thread = generation_thread.GenerationThread
-        self.Task, self.RowSampling = generation.GenerationTask, sampling.RowSampling
+            Thread, Task = generation_thread.GenerationThread, answers.GenerationTask
+        self.Task, self.RowSampling = Task, sampling.RowSampling
         self.generator = generation.BatchGenerator(model, **limits)
         self.thread = Thread(self.generator, 4096)
         self.num_steps = 0

@@ -22,12 +22,8 @@ from transformers.utils import logging as transformers_logging
 
 from areal_dta.config.server_options import LocalServerConfig
 from areal_dta.rollout_server import protocol, weights
-from areal_dta.rollout_server.generation import (
-    Answer,
-    BatchGenerator,
-    GenerationError,
-    GenerationTask,
-)
+from areal_dta.rollout_server.answers import Answer, GenerationError, GenerationTask
+from areal_dta.rollout_server.generation import BatchGenerator
 from areal_dta.rollout_server.generation_thread import (
     GenerationThread,
     QueueFullError,

@@ -10,15 +10,21 @@ several machines. Set `host=auto allow_remote=true` only if other machines must 
 server, because Ray has placed evaluation workers or agent proxies there.
 """
 
+import hashlib
+import itertools
 import os
 import subprocess
 import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import asdict
 from typing import Any
 
 import ray
 import requests
 from areal.api import (
+    InferenceEngine,
     LocalInfServerInfo,
     ModelRequest,
     RolloutWorkflow,
@@ -37,9 +43,9 @@ from areal.infra.remote_inf_engine import GroupedRolloutWorkflow
 from areal.utils import stats_tracker
 from areal.utils.network import find_free_ports, format_hostport, gethostip
 
+from areal_dta.collector.prompt_issuer import PROMPT_ID_KEY
 from areal_dta.config import lora
 from areal_dta.config.server_options import TOKEN_VARIABLE, LocalServerConfig
-from areal_dta.rollout_server.draws import DrawKeys, KeyedGroup, KeyedSample
 from areal_dta.rollout_server.server import (
     EXIT_PORT_IN_USE,
     build_command,
@@ -54,6 +60,85 @@ _PROMPT_LENGTH_KEY = "areal_dta_prompt_length"
 _DRAW_KEY = "areal_dta_draw_key"
 # Logged per request below; their ratio is the hit rate of a step.
 _PROMPT_TOKENS, _CACHED_TOKENS = "prompt_tokens", "cached_prompt_tokens"
+
+
+# -- Draw keys: which numbers an answer is sampled with --
+#
+# A server samples an answer from the stream that the run's seed and the answer's *draw
+# key* name, so which server answers, when, and beside which other requests makes no
+# difference. AReaL's client sends nothing that tells the samples of a prompt apart, so
+# `LocalBackend` sends the key:
+#
+# - A prompt of our data loader has an id, which a resumed run continues. Its key is
+#   (prompt id, try, sample, turn); the sample is the index in the group, the turn
+#   counts the calls of one sample.
+# - Requests of other data loaders, of evaluations and of agent proxies, which run in
+#   another process, are told by their tokens: (purpose, weight version, tokens,
+#   occurrence). Equal requests of two such clients at one version share a stream.
+#
+# An interrupted answer keeps its key, and goes on behind the numbers that it has used.
+
+# (prompt, counter of its samples), and (sample, counter of its turns)
+_group: ContextVar[tuple[str, Iterator[int]] | None] = ContextVar("group", default=None)
+_sample: ContextVar[tuple[str, Iterator[int]] | None] = ContextVar(
+    "sample", default=None
+)
+
+
+def prompt_digest(tokens: Sequence[int]) -> str:
+    return hashlib.blake2b(array("q", tokens).tobytes(), digest_size=16).hexdigest()
+
+
+class KeyedGroup(RolloutWorkflow):
+    """Workflow of a prompt: takes its id out of the data, for the draws."""
+
+    def __init__(self, workflow: RolloutWorkflow) -> None:
+        self._workflow = workflow
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        prompt_id = data.get(PROMPT_ID_KEY)
+        _group.set(None if prompt_id is None else (prompt_id, itertools.count()))
+        data = {key: value for key, value in data.items() if key != PROMPT_ID_KEY}
+        return await self._workflow.arun_episode(engine, data)
+
+
+class KeyedSample(RolloutWorkflow):
+    """Workflow of one sample of a prompt, below `KeyedGroup`.
+
+    AReaL starts the samples of a group in order, each in a task with its own context.
+    """
+
+    def __init__(self, workflow: RolloutWorkflow) -> None:
+        self._workflow = workflow
+
+    async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> Any:
+        sample = None
+        if group := _group.get():
+            sample = f"prompt/{group[0]}/{next(group[1])}", itertools.count()
+        _sample.set(sample)
+        return await self._workflow.arun_episode(engine, data)
+
+
+class DrawKeys:
+    """Draw keys of one client."""
+
+    def __init__(self) -> None:
+        self._version: int | None = None
+        self._occurrences: dict[str, Iterator[int]] = {}
+
+    def next(self, prompt: Sequence[int], version: int) -> str:
+        """Return the key of a new answer to `prompt`."""
+        if sample := _sample.get():
+            return f"{sample[0]}/{next(sample[1])}"
+        if version != self._version:  # so that the table does not grow for ever
+            self._version, self._occurrences = version, {}
+        purpose = "eval" if workflow_context.get().is_eval else "train"
+        key = f"{purpose}/{version}/{prompt_digest(prompt)}"
+        occurrence = next(self._occurrences.setdefault(key, itertools.count()))
+        return f"{key}/{occurrence}"
+
+
+# -- The backend, the client and the controller --
 
 
 class ServerExitedError(RuntimeError):

@@ -11,18 +11,17 @@ Nothing here knows of threads or HTTP: `generation_thread.py` owns a `BatchGener
 and is the only one to call it.
 """
 
-import math
-import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from areal_dta.executor.checks.attention_profile import profile_attention
-from areal_dta.executor.model_support import UnsupportedModelError, model_inputs
+from areal_dta.executor.model_refusals import UnsupportedModelError, model_inputs
+from areal_dta.rollout_server.answers import Answer, Decoder
 from areal_dta.rollout_server.kv_cache import RowTails
 from areal_dta.rollout_server.packed_attention import (
     CopiedPrefix,
@@ -32,86 +31,13 @@ from areal_dta.rollout_server.packed_attention import (
     attending,
     measure_kv,
 )
-from areal_dta.rollout_server.prefix_cache import Node, PrefixCache, TokenArray
-from areal_dta.rollout_server.protocol import FinishReason
-from areal_dta.rollout_server.sampling import BatchSampling, RowSampling, sample
+from areal_dta.rollout_server.prefix_cache import Node, PrefixCache
+from areal_dta.rollout_server.sampling import BatchSampling, prompt_logprobs, sample
 from areal_dta.rollout_server.weights import vocab_size
 
-#: AReaL's client recognises an abort without tokens by the start of this message.
-ABORTED_BEFORE_PREFILL = "Abort before prefill"
-ABORTED = "Abort: generation was paused"
-_LOGPROB_CHUNK = 1024
 # Shorter prompts are copied into their rows: one call of attention takes as long as
 # reading the K/V of about so many tokens.
 _MIN_SHARED_TOKENS = 128
-
-
-class GenerationError(RuntimeError):
-    """One request could not be generated; the others are not affected."""
-
-
-class Decoder(Protocol):
-    """The part of a tokenizer that stop strings need."""
-
-    def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str: ...
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationTask:
-    """One request, with everything resolved against the model."""
-
-    prompt: tuple[int, ...]
-    sampling: RowSampling
-    max_new_tokens: int
-    min_new_tokens: int
-    stop_token_ids: frozenset[int]
-    stop_strings: tuple[str, ...]
-    seed: int | str
-    #: How many numbers of that seed's stream earlier parts of the answer have used.
-    num_drawn: int = 0
-    #: Also return the logprobs of the prompt's tokens after this position.
-    prompt_logprobs_from: int | None = None
-
-
-@dataclass(eq=False, slots=True)
-class Answer:
-    """State of one request, and its result once `finish` or `error` is set."""
-
-    task: GenerationTask
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    #: Logprobs of prompt[from + 1:], at temperature 1.
-    prompt_logprobs: list[float] | None = None
-    #: Tokens of the prompt whose K/V were in the prefix cache, or on their way there.
-    num_cached_tokens: int = 0
-    finish: FinishReason | None = None
-    error: str | None = None
-    rng: random.Random = field(init=False)
-    #: The prompt without its last token, which is the input of the first step.
-    prefix: TokenArray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.prefix = np.array(self.task.prompt[:-1], np.int64)
-        self.rng = random.Random(self.task.seed)
-        for _ in range(self.task.num_drawn):
-            self.rng.random()
-
-    @property
-    def newest_token(self) -> int:
-        return self.tokens[-1] if self.tokens else self.task.prompt[-1]
-
-    @property
-    def length(self) -> int:
-        return len(self.task.prompt) + len(self.tokens)
-
-    @property
-    def num_remaining(self) -> int:
-        return self.task.max_new_tokens - len(self.tokens)
-
-    def abort(self) -> None:
-        self.finish = FinishReason(
-            "abort", ABORTED if self.tokens else ABORTED_BEFORE_PREFILL
-        )
 
 
 @dataclass(eq=False, slots=True)
@@ -215,7 +141,9 @@ class BatchGenerator:
                 return count
             # Scores of a prompt need its logits, which the prefill leaves out.
             if answer.task.prompt_logprobs_from is not None:
-                answer.prompt_logprobs = self._score_prompt(answer.task)
+                answer.prompt_logprobs = prompt_logprobs(
+                    self.model, answer.task.prompt, answer.task.prompt_logprobs_from
+                )
             row.node, answer.num_cached_tokens = self.prefix_cache.acquire(
                 answer.prefix
             )
@@ -307,7 +235,7 @@ class BatchGenerator:
         # Append the tokens, and take finished rows out of the batch.
         done = []
         for i, answer in enumerate(answers):
-            self._append(answer, drawn[i], logprobs[i])
+            answer.append(drawn[i], logprobs[i], self.decoder)
             if answer.finish is not None or answer.error is not None:
                 done.append(i)
         return self._remove(done)
@@ -465,53 +393,3 @@ class BatchGenerator:
         self._sampling = None
         self._shared = None
         return [row.answer for row in removed]
-
-    def _score_prompt(self, task: GenerationTask) -> list[float]:
-        """Return the logprobs of prompt[from + 1:], each given everything before it."""
-        assert task.prompt_logprobs_from is not None
-        tokens = torch.tensor([task.prompt], device=self.model.device)
-        labels = tokens[0, task.prompt_logprobs_from + 1 :]
-        if not len(labels):
-            return []
-        logits = self.model(
-            input_ids=tokens, use_cache=False, logits_to_keep=len(labels) + 1
-        ).logits[0, :-1]
-        # In chunks: fp32 logprobs of a whole prompt would be the largest tensor here.
-        logprobs: list[float] = []
-        for first in range(0, len(labels), _LOGPROB_CHUNK):
-            chunk = slice(first, first + _LOGPROB_CHUNK)
-            picked = torch.log_softmax(logits[chunk].float(), dim=-1).gather(
-                1, labels[chunk, None]
-            )
-            logprobs += picked[:, 0].tolist()
-        return logprobs
-
-    def _append(self, row: Answer, token: int, logprob: float) -> None:
-        if math.isnan(logprob):  # says that nothing could be drawn
-            row.error = (
-                "no token could be drawn: the model's logits are not finite, or "
-                "min_new_tokens forbids every token."
-            )
-            return
-        row.tokens.append(token)
-        row.logprobs.append(logprob)
-        task = row.task
-        # A stop counts before the length: the last token may be both.
-        if len(row.tokens) >= task.min_new_tokens:
-            if token in task.stop_token_ids:
-                row.finish = FinishReason("stop", token)
-                return
-            if (matched := self._matched_stop_string(row)) is not None:
-                row.finish = FinishReason("stop", matched)
-                return
-        if row.num_remaining <= 0:
-            row.finish = FinishReason("length", task.max_new_tokens)
-
-    def _matched_stop_string(self, row: Answer) -> str | None:
-        if not row.task.stop_strings:
-            return None
-        # A token holds at least one byte of text, so this tail holds any match that
-        # ends in the newest token. The margin is a character of up to four bytes.
-        window = max(len(text.encode()) for text in row.task.stop_strings) + 4
-        text = self.decoder().decode(row.tokens[-window:], skip_special_tokens=False)
-        return next((stop for stop in row.task.stop_strings if stop in text), None)

@@ -14,12 +14,8 @@ from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from areal_dta.rollout_server.generation import (
-    Answer,
-    BatchGenerator,
-    GenerationError,
-    GenerationTask,
-)
+from areal_dta.rollout_server.answers import Answer, GenerationError, GenerationTask
+from areal_dta.rollout_server.generation import BatchGenerator
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

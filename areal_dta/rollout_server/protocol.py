@@ -80,7 +80,7 @@ class SamplingParams(Request):
     ] = []
     ignore_eos: bool = False
     sampling_seed: int | None = None
-    #: Ours: names the random stream of the answer, see draws.py.
+    #: Ours: names the random stream of the answer, see areal_backend.py.
     draw_key: str | None = Field(default=None, min_length=1, max_length=_MAX_KEY_CHARS)
     #: Ours: tokens of the answer that were drawn before an interruption.
     num_drawn: int = Field(default=0, ge=0)

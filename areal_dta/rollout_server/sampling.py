@@ -1,4 +1,4 @@
-"""Sampling of one token per row of a batch, with its logprob.
+"""Sampling of one token per row of a batch, with its logprob; logprobs of prompts.
 
 The logprob that is returned is log_softmax(logits / temperature) in fp32, over the
 whole vocabulary: what the trainer recomputes for the same token (AReaL divides its
@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
+
+_LOGPROB_CHUNK = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,28 @@ def sample(
     chosen_R1 = logprobs_RV.gather(1, token_R1)
     chosen_R1 = chosen_R1.masked_fill(~(total_R1 > 0), torch.nan)
     return token_R1[:, 0].tolist(), chosen_R1[:, 0].tolist()
+
+
+def prompt_logprobs(
+    model: PreTrainedModel, prompt: Sequence[int], start: int
+) -> list[float]:
+    """Return the logprobs of prompt[start + 1:], each given everything before it."""
+    tokens = torch.tensor([prompt], device=model.device)
+    labels = tokens[0, start + 1 :]
+    if not len(labels):
+        return []
+    logits = model(
+        input_ids=tokens, use_cache=False, logits_to_keep=len(labels) + 1
+    ).logits[0, :-1]
+    # In chunks: fp32 logprobs of a whole prompt would be the largest tensor here.
+    logprobs: list[float] = []
+    for first in range(0, len(labels), _LOGPROB_CHUNK):
+        chunk = slice(first, first + _LOGPROB_CHUNK)
+        picked = torch.log_softmax(logits[chunk].float(), dim=-1).gather(
+            1, labels[chunk, None]
+        )
+        logprobs += picked[:, 0].tolist()
+    return logprobs
 
 
 def _truncate(

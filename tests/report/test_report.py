@@ -265,7 +265,8 @@ class TestView:
         assert lines[1] == (
             "step 7/50  reward 0.500  loss -0.0123  grad_norm 0.250  "
             "sequence_tokens 9,600  tree_tokens 1,600  sharing 6.00  saving_% 80  "
-            "not_trained -  prefix_hits_% -  rollout_s 1.00  train_s 0.50  update_s 0.20  step_s 1.75"
+            "not_trained -  prefix_hits_% -  "
+            "rollout_s 1.00  train_s 0.50  update_s 0.20  step_s 1.75"
         )
         assert lines[2] == "[/not markup]"
 

@@ -16,11 +16,8 @@ import torch
 from transformers import PreTrainedModel
 
 from areal_dta.config.server_options import LocalServerConfig
-from areal_dta.rollout_server.generation import (
-    Answer,
-    BatchGenerator,
-    GenerationTask,
-)
+from areal_dta.rollout_server.answers import Answer, GenerationTask
+from areal_dta.rollout_server.generation import BatchGenerator
 from areal_dta.rollout_server.sampling import RowSampling
 from areal_dta.rollout_server.server import build_command, open_socket
 from tests.models import VOCAB_SIZE, tiny_model

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from areal_dta.rollout_server.generation import Answer, BatchGenerator, GenerationTask
+from areal_dta.rollout_server.answers import Answer, GenerationTask
+from areal_dta.rollout_server.generation import BatchGenerator
 from areal_dta.rollout_server.protocol import FinishReason
 from tests.rollout_server.builders import (
     VOCAB_SIZE,

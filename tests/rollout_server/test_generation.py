@@ -3,7 +3,7 @@ import random
 import pytest
 import torch
 
-from areal_dta.rollout_server.generation import (
+from areal_dta.rollout_server.answers import (
     ABORTED_BEFORE_PREFILL,
     Answer,
     GenerationTask,

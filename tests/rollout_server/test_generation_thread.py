@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from areal_dta.rollout_server.generation import ABORTED_BEFORE_PREFILL, GenerationError
+from areal_dta.rollout_server.answers import ABORTED_BEFORE_PREFILL, GenerationError
 from areal_dta.rollout_server.generation_thread import (
     GenerationThread,
     QueueFullError,
