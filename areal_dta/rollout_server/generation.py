@@ -169,8 +169,8 @@ class BatchGenerator:
             tails.reserve(
                 len(rows),
                 max(lengths) + 1,
-                self.max_batch_size,
                 max(row.max_columns for row in rows),
+                self.max_cached_tokens - cache.num_used_tokens,
             )
 
         # One forward over every row's newest token, and the pieces behind them.

@@ -42,24 +42,30 @@ class RowTails:
         self.lengths = []
         self._allocate(0, 0)
 
-    def reserve(self, rows: int, columns: int, max_rows: int, max_columns: int) -> None:
-        """Make room for so many rows and columns.
+    def reserve(
+        self, rows: int, columns: int, max_columns: int, max_positions: int
+    ) -> None:
+        """Make room for so many rows and columns, and hold no more than allowed.
 
         Args:
-            max_rows, max_columns: what may be needed later; buffers double up to there.
+            max_columns: columns that these rows may need later.
+            max_positions: limit of `capacity`, if that is enough for what is needed.
         """
         held_rows, held_columns = self.keys.shape[1], self.keys.shape[3]
-        if rows <= held_rows and columns <= held_columns:
+        fits = rows <= held_rows and columns <= held_columns
+        if fits and self.capacity <= max(max_positions, rows * columns):
             return
-        # Nothing is kept in sizes that nobody needs any more: columns may shrink.
+        # Double what is too small, and fall back to less where that is too much.
         old, num_rows = (self.keys, self.values), self.num_rows
-        if rows > held_rows:
-            held_rows = max(rows, min(2 * held_rows, max_rows))
-        if columns > held_columns:
-            wanted = max(_COLUMN_STEP, 2 * held_columns, columns)
-            held_columns = max(columns, min(wanted, max_columns))
+        more_columns = min(max(_COLUMN_STEP, 2 * columns), max(columns, max_columns))
+        sizes = [(2 * rows, more_columns), (rows, more_columns), (rows, columns)]
+        if rows <= held_rows:
+            sizes.insert(0, (held_rows, more_columns))
+        if columns <= held_columns:
+            sizes.insert(0, (2 * rows, held_columns))
+        size = next((x for x in sizes if x[0] * x[1] <= max_positions), sizes[-1])
         used = max(self.lengths, default=0)
-        self._allocate(held_rows, held_columns)
+        self._allocate(*size)
         for new, source in zip((self.keys, self.values), old, strict=True):
             new[:, :num_rows, :, :used] = source[:, :num_rows, :, :used]
 

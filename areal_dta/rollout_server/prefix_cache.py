@@ -4,8 +4,8 @@ Agents send their whole history with every call, and a group's samples send one 
 both find here what has been computed. A node is a run of tokens with its K/V. Requests
 *acquire* the path of their tokens: what is there is shared, the rest becomes a node
 that the requests' own prefill fills. Acquired paths stay; of the others, least recently
-used leaves go until their K/V fit into the budget. K/V of running requests are not the
-budget's: `max_cached_tokens` bounds those.
+used leaves are cut, or go, until their K/V fit into the budget. K/V of running requests
+are not the budget's: `max_cached_tokens` bounds those.
 
 Invariants (`check` in tests/rollout_server/test_prefix_cache.py):
   * siblings start with different tokens; only the root is empty;
@@ -31,6 +31,7 @@ from areal_dta.tree.prefix_tree import common_prefix
 
 TokenArray = NDArray[np.int64]
 _MIN_LEAVES = 64
+_MIN_KEPT_TOKENS = 64
 
 
 class KV(NamedTuple):
@@ -348,6 +349,17 @@ class PrefixCache:
             node = entry[2]
             parent = node.parent
             assert parent is not None
+            # A long node loses its end alone, a quarter at least, so that its front is
+            # not copied again for each token too many.
+            excess = self.num_unused_bytes - self.max_unused_bytes
+            num_lost = max(
+                -(-excess // self.shape.bytes_per_token), node.num_tokens // 4
+            )
+            if node.num_tokens - num_lost >= _MIN_KEPT_TOKENS:
+                node.num_filled -= num_lost
+                self._trim(node)
+                self._push(node)
+                continue
             self.num_unused_tokens -= node.num_tokens
             self._unlink(node)
             if not parent.num_users and not parent.children:

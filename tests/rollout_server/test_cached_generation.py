@@ -26,7 +26,7 @@ from tests.rollout_server.builders import (
 )
 
 TOLERANCE = 1e-5
-BUDGETS = {"off": 0, "evicting": 40_000, "ample": 10**8}
+BUDGETS = {"off": 0, "evicting": 60_000, "ample": 10**8}
 
 
 @dataclass
@@ -281,15 +281,17 @@ def test_a_failed_step_leaves_the_cache_as_it_was(model, monkeypatch) -> None:
         patch.setattr(type(model), "forward", broken)
         with pytest.raises(RuntimeError) as error:
             generator.step()
-    assert set(map(id, generator.drop_failed(error.value))) == set(map(id, failed))
+    # The other one waits for the same piece, and computes it now.
+    assert generator.drop_failed(error.value) == failed[:1]
     check_memory(generator)
-    answer = Answer(make_task(prompt, 5, seed=0))
-    generator.admit([answer])
-    assert answer.num_cached_tokens == 64  # one piece had been computed
+    later = Answer(make_task(prompt, 5, seed=2))
+    generator.admit([later])
+    assert later.num_cached_tokens == len(prompt) - 1
     while generator.rows:
         generator.step()
-    expected = oracle_logprobs(model, prompt, answer.tokens, 1.0)
-    assert max_difference(answer.logprobs, expected) < TOLERANCE
+    for answer in (failed[1], later):
+        expected = oracle_logprobs(model, prompt, answer.tokens, 1.0)
+        assert max_difference(answer.logprobs, expected) < TOLERANCE
 
 
 def test_half_precision_rows_share_prefixes(model) -> None:

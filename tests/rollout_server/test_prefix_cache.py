@@ -114,6 +114,14 @@ def test_least_recently_used_leaves_go_first() -> None:
     assert [use(cache, text) for text in ("aaaX", "bbbb")] == [4, 0]
 
 
+def test_a_long_leaf_is_cut_before_it_goes() -> None:
+    cache = PrefixCache(SHAPE, 100 * SHAPE.bytes_per_token)
+    text = "".join(chr(i) for i in range(200))
+    assert [use(cache, text[:99]), use(cache, "xyz")] == [0, 0]
+    assert use(cache, text[:99]) == 75  # 2 too many: a quarter went
+    assert [use(cache, text), use(cache, text[:100])] == [99, 99]
+
+
 def test_without_a_budget_only_running_requests_share() -> None:
     cache = PrefixCache(SHAPE, 0)
     first, _ = cache.acquire(as_tokens("abc"))
@@ -208,7 +216,7 @@ def _num_used(cache: PrefixCache, tokens: np.ndarray) -> int:
     """Tokens of this path that requests use, found without the cache's own walk."""
     best = 0
     for node in cache.nodes():
-        if node.num_users:
+        if node.num_users and node.start <= len(tokens):
             path = np.concatenate([n.tokens for n in node.path()])
             size = min(len(path), len(tokens))
             if size and (path[: node.start] == tokens[: node.start]).all():
