@@ -33,14 +33,12 @@ from areal.api import (
 )
 from areal.api.cli_args import InferenceEngineConfig
 from areal.api.io_struct import (
-    HttpGenerationResult,
     HttpRequest,
     WeightUpdateRequests,
 )
 from areal.engine.sglang_remote import RemoteSGLangEngine, SGLangBackend
 from areal.infra import RemoteInfEngine, RolloutController, workflow_context
 from areal.infra.remote_inf_engine import GroupedRolloutWorkflow
-from areal.utils import stats_tracker
 from areal.utils.network import find_free_ports, format_hostport, gethostip
 
 from areal_dta.collector.prompt_issuer import PROMPT_ID_KEY
@@ -58,8 +56,11 @@ _HEALTH_TIMEOUT_SECONDS = 30.0
 _WILDCARD_HOSTS = ("0.0.0.0", "::", "[::]")
 _PROMPT_LENGTH_KEY = "areal_dta_prompt_length"
 _DRAW_KEY = "areal_dta_draw_key"
-# Logged per request below; their ratio is the hit rate of a step.
-_PROMPT_TOKENS, _CACHED_TOKENS = "prompt_tokens", "cached_prompt_tokens"
+# Statistics of the servers since the last step, and what they count since their start.
+_SERVER_STATS = {
+    "rollout/prompt_tokens": "num_prompt_tokens",
+    "rollout/cached_prompt_tokens": "num_cached_tokens",
+}
 
 
 # -- Draw keys: which numbers an answer is sampled with --
@@ -177,18 +178,6 @@ class LocalBackend(SGLangBackend):
         }
         return _with_token(request)
 
-    def parse_generation_response(
-        self, response: dict[str, Any]
-    ) -> HttpGenerationResult:
-        meta = response["meta_info"]
-        stats_tracker.get(workflow_context.stat_scope()).scalar(
-            **{
-                _PROMPT_TOKENS: meta["prompt_tokens"],
-                _CACHED_TOKENS: meta["cached_tokens"],
-            }
-        )
-        return super().parse_generation_response(response)
-
     def build_score_request(self, *args: Any, **kwargs: Any) -> HttpRequest:
         return _with_token(super().build_score_request(*args, **kwargs))
 
@@ -291,6 +280,17 @@ class LocalInfEngine(RemoteInfEngine):
             session.trust_env = False
             return session.get(url, timeout=_HEALTH_TIMEOUT_SECONDS)
 
+    def server_infos(self) -> list[dict[str, Any]]:
+        """Return the state of the servers started here, but for those that are gone."""
+        infos = []
+        for server in self.local_server_processes:
+            address = format_hostport(server.host, server.port)
+            try:
+                infos.append(self._get(f"http://{address}/get_server_info").json())
+            except requests.RequestException:
+                continue
+        return infos
+
     def _is_ready(self, base_url: str, process: subprocess.Popen[bytes] | None) -> bool:
         """Return whether the server is healthy and is `process`, not another one."""
         if not self.check_health(base_url):
@@ -336,13 +336,12 @@ class LocalController(RolloutController):
     """AReaL's controller, with the hit rate of the servers' prefix caches."""
 
     def export_stats(self) -> dict[str, float]:
-        """Return AReaL's statistics and ``<scope>/prefix_hit_rate`` since last time."""
+        """Return AReaL's statistics and ``rollout/prefix_hit_rate`` since last time."""
         stats = super().export_stats()
-        for key in [key for key in stats if key.endswith(f"/{_CACHED_TOKENS}")]:
-            scope = key.removesuffix(_CACHED_TOKENS)
-            # Both are means over the same requests.
-            rate = stats[key] / stats[scope + _PROMPT_TOKENS]
-            stats[f"{scope}prefix_hit_rate"] = rate
+        # Both are means over the servers.
+        num_prompt, num_cached = (stats.get(key, 0.0) for key in _SERVER_STATS)
+        if num_prompt:
+            stats["rollout/prefix_hit_rate"] = num_cached / num_prompt
         return stats
 
 
@@ -352,6 +351,7 @@ class LocalEngine(RemoteSGLangEngine):
     def __init__(self, config: InferenceEngineConfig) -> None:
         super().__init__(config)
         self._engine = LocalInfEngine(config, LocalBackend())
+        self._counted = dict.fromkeys(_SERVER_STATS, 0)
 
     @classmethod
     def as_controller(
@@ -363,3 +363,18 @@ class LocalEngine(RemoteSGLangEngine):
                 "with AReaL's v1 controller only."
             )
         return LocalController(cls, config=config, scheduler=scheduler)
+
+    def export_stats(self) -> dict[str, float]:
+        """Return AReaL's statistics and those of the servers started here.
+
+        The servers are asked because requests of agents come from other processes.
+        """
+        stats: dict[str, float] = super().export_stats()
+        infos = self._engine.server_infos()
+        for key, name in _SERVER_STATS.items():
+            total = sum(info[name] for info in infos)
+            if infos and total >= self._counted[key]:
+                stats[key] = total - self._counted[key]
+                stats[f"{key}__count"] = 1
+                self._counted[key] = total
+        return stats

@@ -111,8 +111,8 @@ def test_hit_rates_are_reported(
     for _ in range(2):  # the second one finds all tokens but the last
         generate(engine, prompt, max_new_tokens=2, ignore_eos=True)
     stats = engine.export_stats()
-    assert stats["rollout/prompt_tokens"] == 21
-    assert stats["rollout/cached_prompt_tokens"] == 10  # a mean over the requests
+    assert stats["rollout/prompt_tokens"] == 42
+    assert stats["rollout/cached_prompt_tokens"] == 20
     controller = LocalEngine.as_controller(engine_config(), scheduler=None)
     monkeypatch.setattr(
         controller, "_collective_rpc", lambda **kwargs: [stats, stats, {}]
