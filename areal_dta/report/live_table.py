@@ -54,7 +54,7 @@ _DROPPED = Column(
 _HITS = Column(
     "prefix\nhits %",
     "prefix_hits_%",
-    lambda m: m.rollout.get("prefix_hit_rate"),
+    lambda m: m.rollout.get("prefix_hit_rate") if m.rollout else None,
     ".0f",
     100.0,
 )
