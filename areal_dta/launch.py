@@ -27,6 +27,8 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from areal_dta.config.composed import ConfigError
+from areal_dta.config.redaction import redact_text
+from areal_dta.processes.log_rotation import remove_rotated, rotate
 from areal_dta.processes.slurm_jobs import JOBS_FILE, cancel_leftovers
 from areal_dta.processes.supervisor import Event, Supervisor
 from areal_dta.report.live_table import RunView
@@ -36,7 +38,11 @@ from areal_dta.report.step_metrics import StepMetrics, read_metrics
 from areal_dta.startup.compose import compose, find_config, project_config_dir, run_dir
 
 # Until the training process has sent those of its configuration.
-DEFAULT_LIMITS = {"startup_timeout_seconds": 900.0, "grace_seconds": 15.0}
+DEFAULT_LIMITS = {
+    "startup_timeout_seconds": 900.0,
+    "grace_seconds": 15.0,
+    "max_log_megabytes": 64.0,
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -96,8 +102,9 @@ class Launcher:
         """Start the training process; return when all processes of the run are gone."""
         cancel_leftovers(self.directory / JOBS_FILE)
         self.log_path.write_bytes(b"")
+        remove_rotated(self.log_path)
         words = ["python", "-m", "areal_dta.launch", "--config", str(config_file)]
-        self._command = shlex.join([*words, *overrides])
+        self._command = redact_text(shlex.join([*words, *overrides]))
         command = [sys.executable, "-m", "areal_dta.startup.train_process"]
         command += ["--config", str(config_file), *overrides]
         ending = [signal.SIGINT, signal.SIGTERM]
@@ -134,7 +141,9 @@ class Launcher:
                 self._handle(event)
             # Once the run ends, processes complain about those that are gone already.
             for alert in alerts.read_new() if not self._ended else ():
-                self._view.message(alert.text, "red" if alert.is_error else "yellow")
+                style = "red" if alert.is_error else "yellow"
+                self._view.message(redact_text(alert.text), style)
+            rotate(self.log_path, self._limits["max_log_megabytes"] * 1e6)
             # 2. The training process has exited: show its last events.
             if (code := supervisor.exit_code()) is not None:
                 while events := supervisor.read_events(timeout_seconds=0.0):
@@ -176,7 +185,10 @@ class Launcher:
                 self._note = event["note"]
                 self._limits = event["launch"]
                 self._recover_pointer = event["recover_pointer"]
-                self._expect("the first step", "startup_timeout_seconds")
+                self._expect("workers and servers", "startup_timeout_seconds")
+            case {"kind": "training", "first_step": first_step}:
+                self._view.status("training")
+                self._expect(f"step {first_step}", "step_timeout_seconds")
             case {"kind": "step"}:
                 metrics = StepMetrics.from_record(event)
                 self._view.step(metrics)
@@ -262,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with locked(directory):
             return Launcher(directory, Console()).run(composed.file, args.overrides)
     except ConfigError as e:
-        print(f"areal_dta: {e}", file=sys.stderr)
+        print(f"areal_dta: {redact_text(str(e))}", file=sys.stderr)
         return 2
 
 

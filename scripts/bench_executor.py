@@ -12,7 +12,8 @@ quick look: `--workloads grpo-short --variants dta --answer-tokens 64`.
 
 tau2 workloads are replayed from recorded episodes (recipes/tau2/replay.py) if those and
 tau2 are installed, and generated with the same shape otherwise; `--data` names a folder
-that holds `<workload>.npz` already.
+that holds `<workload>.npz` already, or one such file, e.g. of a step that a run has
+skipped (`skipped_steps/` in its directory).
 """
 
 from __future__ import annotations
@@ -40,7 +41,15 @@ from bench.table import (
     workload_section,
 )
 from bench.variants import VARIANTS, make_variant, parse_budgets
-from bench.workloads import TEMPLATES, WORKLOADS, Sizes, Work, Workload, make_workloads
+from bench.workloads import (
+    TEMPLATES,
+    WORKLOADS,
+    Sizes,
+    Work,
+    Workload,
+    load,
+    make_workloads,
+)
 
 DTYPES = {
     "float32": torch.float32,
@@ -73,7 +82,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--template", choices=TEMPLATES, default="empty-think", help="of tau2")
     add("--prompt-tokens", type=int, default=128, help="of grpo-short")
     add("--answer-tokens", default="16,64,256,1024", help="of grpo-short, each")
-    add("--data", default="auto", help="auto, none (generate), or a folder of .npz")
+    add("--data", default="auto", help="auto, none, a folder of .npz, or one .npz")
 
     budget_group = parser.add_argument_group("budgets of dta")
     add = budget_group.add_argument
@@ -98,6 +107,8 @@ def collect_workloads(args: argparse.Namespace, sizes: Sizes) -> list[Workload]:
     answers = [int(n) for n in args.answer_tokens.split(",")]
     missing = why_not_replayed() if args.data == "auto" else None
     workloads: list[Workload] = []
+    if (file := Path(args.data)).suffix == ".npz":
+        return [load(file.stem, file, sizes)]
     with tempfile.TemporaryDirectory() as scratch:
         for name in (name.strip() for name in args.workloads.split(",")):
             folder = None if args.data in ("auto", "none") else Path(args.data)

@@ -1,9 +1,16 @@
-"""Log from code that may run without AReaL. (Separate module: stays light.)"""
+"""Logging: from code that may run without AReaL, and without secrets.
+
+A light import: AReaL is touched only where it has been imported, or by the trainer.
+"""
 
 from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from areal_dta.config.redaction import redacted
 
 
 def task_logger(name: str) -> logging.Logger:
@@ -19,3 +26,19 @@ def task_logger(name: str) -> logging.Logger:
         logger: logging.Logger = areal_logging.getLogger(name)
         return logger
     return logging.getLogger(name)
+
+
+@contextmanager
+def secrets_redacted() -> Iterator[None]:
+    """Let AReaL's loggers (W&B, SwanLab, Trackio) record a run without its secrets.
+
+    For the time in which the trainer, and with it the loggers, is made.
+    """
+    from areal.utils import stats_logger
+
+    before = stats_logger.asdict
+    stats_logger.asdict = lambda config: redacted(before(config))
+    try:
+        yield
+    finally:
+        stats_logger.asdict = before

@@ -208,6 +208,13 @@ REPAIRS: Final = (
         _CALL,
     ),
     Repair(
+        "loggers.secrets_redacted",
+        "The whole configuration, keys and passwords included, goes to experiment "
+        "loggers.",
+        "`StatsLogger.init` leaves out what is secret",
+        _LEAVE,
+    ),
+    Repair(
         "loggers.task_logger",
         "Python's root logger is replaced whenever AReaL makes a logger of its own, so "
         "that loggers made before reach nobody.",

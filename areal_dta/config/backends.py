@@ -1,7 +1,9 @@
 """Backends as the user names them, ``engine:parallelism``, and as AReaL parses them.
 
 ``dta:dN`` (the tree engine) and ``local:dN`` (the embedded server) are ours; AReaL gets
-the same parallelism under the name of the engine that they extend.
+the same parallelism under the name of the engine that they extend. ``fsdp:dN`` is the
+dense twin: AReaL's engine with this package's dispatch, normalization and minibatches.
+``areal-fsdp:dN`` is AReaL's engine and controller untouched.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ TRAIN_BACKENDS: Final = {
     "fsdp": "fsdp",
     "megatron": "megatron",
     "archon": "archon",
+    "areal-fsdp": "fsdp",
 }
 """Training engine -> the name under which AReaL parses its parallelism."""
 ROLLOUT_BACKENDS: Final = {"local": "sglang", "sglang": "sglang", "vllm": "vllm"}

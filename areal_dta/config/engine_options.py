@@ -46,6 +46,12 @@ class DTAOptions:
     self_check: bool = True
     """Compare a tiny tree with single sequences through the real model before the first
     training step, and stop if they differ."""
+    verify_every: int = 0
+    """Before every so many updates, compute a few sequences of the batch a second time,
+    one by one, and compare logprobs and gradients (dta/verify_*); 0: never."""
+    skipped_dir: str = ""
+    """Directory for the batches of skipped updates; set by the trainer, and empty: none
+    are written."""
 
     def __post_init__(self) -> None:
         for name, minimum in (("block_tokens", 1), ("retain_tokens", 0)):
@@ -58,6 +64,15 @@ class DTAOptions:
                     f"dta.{name}={value}; expected a whole number >= {minimum}{also} "
                     "or auto"
                 )
+        if isinstance(self.verify_every, bool) or self.verify_every < 0:
+            raise ValueError(
+                f"dta.verify_every={self.verify_every}; expected a whole number >= 0"
+            )
+        if self.verify_every and self.reshard == "block":
+            raise ValueError(
+                f"dta.verify_every={self.verify_every} needs the whole model gathered, "
+                "for single sequences; use dta.reshard=step, or dta.verify_every=0"
+            )
         # YAML reads an unquoted false as a boolean.
         self.fuse_prox_logp = str(self.fuse_prox_logp).lower()
         for name, choices in _CHOICES.items():

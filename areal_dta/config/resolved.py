@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from areal_dta.config.backends import (
@@ -65,6 +66,12 @@ class ResolvedRun:
         """
         run = copy.deepcopy(self)  # one memo: run.models[0].config is run.config.actor
         # A teacher's server is AReaL's own in every case.
+        config = run.config
+        run_dir = Path(config.cluster.fileroot, config.experiment_name)
+        for section in run.models:
+            dta = section.config.dta
+            skipped = run_dir / config.trial_name / "skipped_steps"
+            dta.skipped_dir = dta.skipped_dir or str(skipped)
         for section in (*run.models, run.rollout):
             if section is not None:
                 section.config.engine = section.backend.engine

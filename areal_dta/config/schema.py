@@ -108,19 +108,27 @@ class LaunchOptions:
     worker_timeout_seconds: float = 300.0
     """Maximum time until a worker process is up."""
     startup_timeout_seconds: float = 900.0
-    """Maximum time until the first step."""
+    """Maximum time until the trainer, its workers and servers are up."""
     step_timeout_seconds: float = 1800.0
-    """Maximum time of one training step."""
-    grace_seconds: float = 15.0
-    """Time for an orderly end before processes are killed."""
+    """Maximum time of one training step, the first one included."""
+    grace_seconds: float | None = None
+    """Time for an orderly end before processes are killed; null: 15 seconds on this
+    machine, 15 minutes where a cluster's jobs have to be ended."""
+    max_log_megabytes: float = 64.0
+    """Size at which ``launch.log`` becomes ``launch.log.1``; four older ones stay."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
-            if f.name.endswith("_seconds") and getattr(self, f.name) <= 0:
-                raise ValueError(
-                    f"launch.{f.name}={getattr(self, f.name)}; expected a positive "
-                    "number of seconds"
-                )
+            value = getattr(self, f.name)
+            if f.name != "loopback" and value is not None and not value > 0:
+                raise ValueError(f"launch.{f.name}={value}; expected a positive number")
+
+    def limits(self, scheduler: str) -> dict[str, float]:
+        """Return the options as numbers for the launcher, which knows no defaults."""
+        limits = {k: v for k, v in dataclasses.asdict(self).items() if k != "loopback"}
+        if self.grace_seconds is None:
+            limits["grace_seconds"] = 15.0 if scheduler == "local" else 900.0
+        return limits
 
 
 @dataclass
@@ -134,6 +142,9 @@ class JobFields:
     launch: LaunchOptions = field(default_factory=LaunchOptions)
     dataset_fn: str = "areal_dta.tasks.gsm8k.load_dataset"
     """Import string of the function that loads the data set."""
+    trust_remote_code: bool = False
+    """Let a checkpoint bring code of its own. AReaL's workers would always run it, so
+    that without this such a checkpoint is refused."""
     note: str = ""
     """Printed under the curve: what its rise or fall means."""
 

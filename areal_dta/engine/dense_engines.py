@@ -40,10 +40,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from areal_dta.areal_fixes.training_engines import PairRewards, RecoverableEngine
 from areal_dta.engine.batch import load_batch
+from areal_dta.engine.loss import traits_of
 from areal_dta.engine.placeholder_rows import placeholder_rows, template_of
 from areal_dta.engine.row_dispatch import RowDispatch
 from areal_dta.engine.row_share import Item
 from areal_dta.engine.statistics import LossStatistics
+from areal_dta.engine.watch.skipped_steps import report_skipped_step
 
 PACKED_ATTENTION = "areal_dta_packed_sdpa"
 _IGNORE_PACKING = ("sdpa", "eager")
@@ -73,7 +75,9 @@ class DenseEngine(RecoverableEngine):
         self, input_: Item, loss_fn: Callable[..., Tensor], *args: Any, **kwargs: Any
     ) -> dict[str, float]:
         if not self.takes_any_rows:
-            return dict(super().train_batch(input_, loss_fn, *args, **kwargs))
+            stats = dict(super().train_batch(input_, loss_fn, *args, **kwargs))
+            self._report_skipped(input_, loss_fn, stats)
+            return stats
         rows = self._with_enough_rows(input_)
         num_calls = 0
 
@@ -86,7 +90,16 @@ class DenseEngine(RecoverableEngine):
         result: dict[str, float] = super().train_batch(rows, counted, *args, **kwargs)
         if not num_calls:  # AReaL leaves it out where nothing has weight
             self._call_silently(loss_fn, rows)
+        self._report_skipped(input_, loss_fn, result)
         return result
+
+    def _report_skipped(
+        self, input_: Item, loss_fn: Callable[..., Tensor], stats: dict[str, float]
+    ) -> None:
+        if not stats.get("update_successful", 1.0):
+            rule = traits_of(loss_fn).needed_outputs
+            batch = load_batch(input_, self.config.mb_spec)
+            report_skipped_step(self, batch, rule and rule.mask, stats)
 
     def forward_batch(self, input_: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.takes_any_rows or not isinstance(input_, dict):

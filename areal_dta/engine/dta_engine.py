@@ -49,6 +49,10 @@ from areal_dta.engine.setting_checks import (
     zero_dropout_rates,
 )
 from areal_dta.engine.statistics import TrainingWork, derive_ratios, record_expert_load
+from areal_dta.engine.watch.skipped_steps import (
+    report_skipped_step,
+    spread_to_gradient,
+)
 from areal_dta.executor import TreeExecutor
 from areal_dta.executor.model_refusals import check_unloaded_model
 from areal_dta.schedule import FlopModel
@@ -102,6 +106,7 @@ class DTAEngine(RecoverableEngine):
         self.runner: TreeRunner | None = None
         self._forward_rule: OutputRule | None = None
         self._flop_model: FlopModel | None = None
+        self._num_updates = 0
 
     @classmethod
     def as_controller(cls, config: Any, scheduler: Scheduler | None) -> Any:
@@ -180,13 +185,20 @@ class DTAEngine(RecoverableEngine):
 
         # forward and backward over the tree
         needed = self._needed_outputs(loss.batch, row_of, loss.needed_outputs)
+        every = option(self.config, "verify_every")
+        if every and self._num_updates % every == 0:
+            runner.verify(tree, needed, self._num_updates // every)
+        self._num_updates += 1
         with trace_scope("dta_engine.forward_backward"):
             total = runner.train(tree, group_loss, needed, scope, loss.statistics)
 
         # statistics, then the update
         loss.finish()
         self._record(tree, runner.executor, total / self.parallel_helper.dp_size, scope)
+        spread_to_gradient(self.model, total)
         stats: dict[str, float] = self.optimizer_step()
+        rule = loss.needed_outputs
+        report_skipped_step(self, loss.batch, rule and rule.mask, stats)
         stats["num_micro_batches"] = len(loss.batch.micro_batches)
         return stats
 

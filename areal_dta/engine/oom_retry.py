@@ -28,6 +28,7 @@ from areal_dta.engine.fsdp_gather_layer import LayerwiseGather
 from areal_dta.engine.fsdp_gather_step import forward_pass, training_pass
 from areal_dta.engine.setting_checks import option
 from areal_dta.engine.statistics import LossStatistics
+from areal_dta.engine.watch.verify import verify_batch
 from areal_dta.executor import (
     ExecutorConfig,
     GroupLoss,
@@ -131,6 +132,19 @@ class TreeRunner:
         text = failure and f"rank {dist.get_rank(self._group)}: {failure}"
         dist.all_gather_object(failures, text, group=self._group)
         return failures
+
+    def verify(self, tree: PrefixTree, needed: Positions | None, turn: int) -> None:
+        """Compute a few of the tree's sequences one at a time as well. Collective."""
+
+        def chosen_pass() -> AbstractContextManager[None]:
+            return training_pass(self.executor.model, self._group)
+
+        if self._chooses_block or self._chooses_retain:
+            with self._forward_pass():
+                self._choose(tree)  # as the update will, by the longest path of all
+        verify_batch(
+            self.executor, chosen_pass, tree, needed, turn, self._group, self.logger
+        )
 
     def train(
         self,

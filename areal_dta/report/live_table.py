@@ -58,6 +58,14 @@ _HITS = Column(
     ".0f",
     100.0,
 )
+_ALARM = Column(
+    "verify\nalarm",
+    "verify_alarm",
+    lambda m: max(
+        (v for k, v in (m.verify or {}).items() if "alarm" in k), default=None
+    ),
+    ".0f",
+)
 _BATCH = (
     Column("grad\nnorm", "grad_norm", lambda m: m.grad_norm, ".3f"),
     Column("sequence\ntokens", "sequence_tokens", lambda m: m.sequence_tokens, ",.0f"),
@@ -123,6 +131,8 @@ class RunView:
 
     def step(self, metrics: StepMetrics) -> None:
         self._steps.append(metrics)
+        if _ALARM.value(metrics) and _ALARM not in self._columns:
+            self._columns = (*self._columns, _ALARM)  # once raised, it stays
         if self._live is None:
             self.message(self._plain_line(metrics))
 

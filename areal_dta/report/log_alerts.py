@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,14 +36,17 @@ class AlertReader:
     """Reader that follows a growing log file."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, encoding="utf-8", errors="replace")
-        self._partial = ""
+        self._file = open(path, "rb")
+        self._partial = b""
         self._seen: set[str] = set()
 
     def read_new(self) -> list[Alert]:
         """Return the alerts written since the last call, without repetitions."""
-        *lines, self._partial = (self._partial + self._file.read()).split("\n")
-        return [alert for line in lines if (alert := self._alert(line)) is not None]
+        if os.fstat(self._file.fileno()).st_size < self._file.tell():
+            self._file.seek(0)  # the log was rotated
+        *lines, self._partial = (self._partial + self._file.read()).split(b"\n")
+        texts = [line.decode(errors="replace") for line in lines]
+        return [alert for line in texts if (alert := self._alert(line)) is not None]
 
     def close(self) -> None:
         self._file.close()

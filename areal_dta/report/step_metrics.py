@@ -96,6 +96,8 @@ class StepMetrics:
     ``plan/*``)."""
     accuracy: float | None = None
     """Share of the pairs in which the chosen one is preferred; DPO, reward models."""
+    verify: dict[str, float] = field(default_factory=dict)
+    """What ``dta.verify_every`` found in this step (keys ``dta/verify_*``)."""
     value_loss: float | None = None
     """Loss of the critic, a mean over the tokens that carry loss."""
 
@@ -165,6 +167,11 @@ def step_metrics(
             for key, value in finite.items()
             if key.startswith(("collector/", "plan/"))
             if not key.endswith("__count")  # how many values AReaL averaged
+        },
+        verify={
+            key: value
+            for key, value in finite.items()
+            if "dta/verify_" in key and not key.endswith("__count")
         },
     )
 

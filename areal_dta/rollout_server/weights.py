@@ -76,7 +76,7 @@ def load_model(
         )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise CheckpointError(f"cannot load {model_path!r}: {error}") from error
-    _check_supported(model)
+    check_supported(model)
     move(model, device)
     return model.eval().requires_grad_(False)
 
@@ -240,7 +240,12 @@ def _check_same_function(model: PreTrainedModel, path: Path) -> None:
             )
 
 
-def _check_supported(model: PreTrainedModel) -> None:
+def check_supported(model: PreTrainedModel) -> None:
+    """Check that a model can be served; its weights are not needed.
+
+    Raises:
+        CheckpointError: it cannot.
+    """
     # The trainer refuses models in which a token's values depend on more than its
     # path. Here those values would depend on the other requests of the batch.
     try:

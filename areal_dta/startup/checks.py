@@ -13,6 +13,9 @@ import re
 import resource
 import shlex
 from importlib.util import find_spec
+from shutil import which
+
+from areal.utils.environ import is_single_controller
 
 from areal_dta.areal_fixes.registry import check_versions
 from areal_dta.config import lora
@@ -21,13 +24,18 @@ from areal_dta.config.composed import (
     ConfigError,
     did_you_mean,
     one_line,
-    shorten,
 )
 from areal_dta.config.resolved import ResolvedRun, Section
 from areal_dta.config.schema import DTAConfig, DTAGRPOConfig, load_object
 from areal_dta.config.server_options import SPARE_FILES
 from areal_dta.engine import PAIR_KINDS, VALUE_KINDS, engine_class
 from areal_dta.engine.setting_checks import check_actor_config
+from areal_dta.startup.check_models import (
+    check_model,
+    check_served_model,
+    check_token_limits,
+)
+from areal_dta.startup.check_values import check_values
 from areal_dta.startup.compose import detect_hardware, num_gpus
 
 _EXAMPLES = {"ppo": "prompts", "sft": "examples", "dpo": "pairs", "rw": "pairs"}
@@ -46,7 +54,9 @@ def check_run(run: ResolvedRun, composed: Composed) -> list[str]:
         ConfigError: the first thing that cannot work.
     """
     config = run.config
+    check_values(config)
     check_names(config)
+    check_scheduler(config)
     check_versions(run)
     check_hardware(run, composed)
     rollout_notes = check_rollouts(run)
@@ -59,8 +69,11 @@ def check_run(run: ResolvedRun, composed: Composed) -> list[str]:
         if path := getattr(config, key, ""):
             load_object(path, key)
     check_dataset_path(config.train_dataset.path)
+    check_token_limits(run)
     for model in run.models:
-        check_model(model)
+        check_model(model, config.trust_remote_code)
+    if run.rollout is not None and run.rollout.backend.engine == "local":
+        check_served_model(config)
     return notes + rollout_notes + gpu_note(run)
 
 
@@ -88,6 +101,40 @@ def check_names(config: DTAConfig) -> None:
         raise ConfigError(
             f"total_train_steps={config.total_train_steps}; expected >= 1"
         )
+
+
+def check_scheduler(config: DTAConfig) -> None:
+    """Check that the scheduler is there and can run what it is given."""
+    scheduler = config.scheduler.type
+    if not is_single_controller():
+        raise ConfigError(
+            "AREAL_SPMD_MODE is set, but a run has a single controller; unset it"
+        )
+    if scheduler == "slurm" and (
+        missing := [c for c in ("sbatch", "squeue", "scancel") if which(c) is None]
+    ):
+        raise ConfigError(
+            f"scheduler.type=slurm, but this machine has no {', '.join(missing)}; run "
+            "where Slurm is installed, or use scheduler=local"
+        )
+    if scheduler != "ray" or not isinstance(config, DTAGRPOConfig):
+        return
+    if uses_agent_proxy(config):
+        raise ConfigError(
+            f"workflow={config.workflow} is an agent, whose model calls go through a "
+            "proxy, and AReaL's Ray scheduler cannot start one; use scheduler=local or "
+            "slurm, or a RolloutWorkflow"
+        )
+
+
+def uses_agent_proxy(config: DTAGRPOConfig) -> bool:
+    """Return whether rollouts go through AReaL's agent proxy."""
+    from areal.api import RolloutWorkflow
+
+    workflow = load_object(config.workflow, "workflow")
+    is_class = isinstance(workflow, type) and issubclass(workflow, RolloutWorkflow)
+    is_online = config.rollout.agent.mode == "online"
+    return is_online or not (is_class or isinstance(workflow, RolloutWorkflow))
 
 
 def check_hardware(run: ResolvedRun, composed: Composed) -> None:
@@ -269,11 +316,18 @@ def check_engine(model: Section) -> list[str]:
         except ValueError as e:
             raise ConfigError(f"{name}: {one_line(e)}") from e
     needs_flash = config.attn_impl.startswith("flash_attention")
-    if engine == "fsdp" and needs_flash and find_spec("flash_attn") is None:
+    is_fsdp = engine in ("fsdp", "areal-fsdp")
+    if is_fsdp and needs_flash and find_spec("flash_attn") is None:
         raise ConfigError(
             f"{name}.attn_impl={config.attn_impl}, but flash-attn is not installed; "
             f"pip install flash-attn, or use {name}.attn_impl=sdpa"
         )
+    if engine == "areal-fsdp" and not needs_flash:
+        return [
+            f"{name}: AReaL's engine packs sequences, and {config.attn_impl} lets each "
+            "see those before it (logprobs off by 0.1 to 0.3); one sequence per "
+            f"micro-batch is exact: {name}.mb_spec.n_mbs=<sequences per rank>"
+        ]
     return []
 
 
@@ -284,28 +338,6 @@ def check_dataset_path(path: str) -> None:
         raise ConfigError(
             f"train_dataset.path={path}: no such file; expected embedded, "
             "a GSM8K JSONL file, or openai/gsm8k"
-        )
-
-
-def check_model(model: Section) -> None:
-    """Check that the model's configuration can be read, from a directory or the hub."""
-    from transformers import AutoConfig
-
-    path, key = model.config.path, f"{model.name}.path"
-    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
-        raise ConfigError(f"{key}={path} holds no config.json: not a model")
-    if path.startswith(("/", "./", "../", "~")) and not os.path.isdir(path):
-        raise ConfigError(f"{key}={path}: no such directory")
-    try:
-        found = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as e:
-        reason = shorten(one_line(e), 200)
-        raise ConfigError(f"{key}={path} cannot be loaded: {reason}") from e
-    counts_experts = model.backend.engine == "dta" and model.config.dta.router_load
-    if counts_experts and not any("expert" in key for key in found.to_dict()):
-        raise ConfigError(
-            f"{model.name}.dta.router_load=true, but {path} ({found.model_type}) "
-            "has no experts; set it false"
         )
 
 

@@ -15,6 +15,7 @@ from areal.utils.data import collate_samples_to_list
 from omegaconf import OmegaConf
 from safetensors import safe_open
 
+from areal_dta.config.redaction import redacted
 from areal_dta.config.resolved import Section
 from areal_dta.config.schema import DTAConfig, DTAGRPOConfig
 from areal_dta.report.batch_sharing import BatchShape, batch_meter
@@ -24,7 +25,8 @@ MAX_SAMPLED_PROMPTS: Final = 256
 
 _ENGINES = {
     "dta": "prefix-tree engine (dta)",
-    "fsdp": "AReaL's dense engine (fsdp)",
+    "fsdp": "dense twin (fsdp: AReaL's engine, our dispatch, norms and minibatches)",
+    "areal-fsdp": "AReaL's own engine and controller (areal-fsdp)",
     "megatron": "AReaL's Megatron engine",
     "archon": "AReaL's Archon engine",
     "local": "embedded server (local)",
@@ -35,7 +37,8 @@ _ENGINES = {
 
 def dry_run_text(run: PreparedRun) -> str:
     """Return the resolved configuration as YAML, and what the run would do."""
-    config = OmegaConf.to_yaml(run.composed.config, resolve=True)
+    resolved = OmegaConf.to_container(run.composed.config, resolve=True)
+    config = OmegaConf.to_yaml(OmegaConf.create(redacted(resolved)))
     head = f"# {run.composed.file}, resolved; AReaL's defaults are not shown"
     return "\n".join([head, config, "plan", plan_text(run)])
 

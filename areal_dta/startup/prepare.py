@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from areal_dta.config.composed import Composed, ConfigError, one_line
+from areal_dta.config.composed import Composed, ConfigError, one_line, shorten
 from areal_dta.startup.compose import compose, detect_hardware, find_config, run_dir
 
 if TYPE_CHECKING:
@@ -60,12 +60,22 @@ def prepare(config_name: str, overrides: Sequence[str]) -> PreparedRun:
 
     from areal_dta.config.resolved import resolve
     from areal_dta.config.schema import to_structured
+    from areal_dta.startup.check_models import check_no_code
     from areal_dta.startup.checks import check_run, num_steps
 
     resolved = resolve(to_structured(composed))
     config = resolved.config
     notes += check_run(resolved, composed)
-    tokenizer = load_hf_tokenizer(config.tokenizer_path or config.actor.path)
+    path = config.tokenizer_path or config.actor.path
+    try:
+        if not config.trust_remote_code:
+            check_no_code(path, "tokenizer_path", is_model=False)
+        tokenizer = load_hf_tokenizer(path)
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as e:
+        reason = shorten(one_line(e), 200)
+        raise ConfigError(f"tokenizer_path={path} cannot be loaded: {reason}") from e
     train_dataset = _load_dataset(config, "train_dataset", tokenizer)
     return PreparedRun(
         resolved=resolved,

@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 
 from areal_dta.areal_fixes.loopback import bypass_proxies
 from areal_dta.config.composed import ConfigError, first_line, shorten
+from areal_dta.config.redaction import redact_text, redacted, secret_values
 from areal_dta.config.server_options import TOKEN_VARIABLE
 from areal_dta.report.step_metrics import MetricsWriter, StepMetrics
 from areal_dta.startup.prepare import PreparedRun, prepare
@@ -32,16 +33,20 @@ class EventWriter:
     """Thread-safe writer of events to the launcher: JSON lines over a pipe.
 
     Kinds: ``status`` (text), ``note`` (text), ``start`` (algorithm, num_steps, note,
-    launch, recover_pointer), ``step`` (a step's record), ``config_error`` and ``error``
-    (text), ``done`` (checkpoint).
+    launch, recover_pointer), ``training`` (first_step), ``step`` (a step's record),
+    ``config_error`` and ``error`` (text), ``done`` (checkpoint).
     """
 
     def __init__(self, fd: int) -> None:
         os.set_inheritable(fd, False)  # workers must not keep the pipe open
         self._fd = fd
         self._lock = threading.Lock()
+        self.secrets: set[str] = set()
+        """Values that no text may hold."""
 
     def send(self, kind: str, **values: Any) -> None:
+        if "text" in values:
+            values["text"] = redact_text(values["text"], self.secrets)
         data = (json.dumps({"kind": kind, **values}) + "\n").encode()
         with self._lock:
             while data:
@@ -91,7 +96,7 @@ def train(run: PreparedRun, events: EventWriter) -> None:
         checkpoint=checkpoint,
     )
     try:
-        events.send("status", text="training")
+        events.send("training", first_step=trainer.num_steps_done + 1)
         if isinstance(config, DTAGRPOConfig):
             is_evaluated = run.valid_dataset is not None
             trainer.train(
@@ -132,9 +137,10 @@ def recover_pointer(config: DTAConfig) -> str | None:
 
 
 def save_config(config: DTAConfig, path: Path) -> None:
-    """Write the whole resolved configuration, AReaL's defaults included."""
+    """Write the whole resolved configuration, AReaL's defaults included, no secrets."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(dataclasses.asdict(config))))
+    values = redacted(dataclasses.asdict(config))
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(values)))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -143,6 +149,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--event-fd", type=int, required=True)
     parser.add_argument("overrides", nargs="*")
     args = parser.parse_intermixed_args(argv)
+    # Experiment loggers record the command line.
+    sys.argv[1:] = [redact_text(argument) for argument in argv]
     # Workers, rollout servers and agents inherit both.
     bypass_proxies()
     os.environ.setdefault(TOKEN_VARIABLE, secrets.token_hex(16))
@@ -156,6 +164,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         events.send("status", text="loading AReaL and checking the configuration")
         run = prepare(args.config, args.overrides)
+        events.secrets = secret_values(dataclasses.asdict(run.config))
         for note in run.notes:
             events.send("note", text=note)
         events.send(
@@ -163,7 +172,7 @@ def main(argv: Sequence[str]) -> int:
             algorithm=run.config.algorithm,
             num_steps=run.num_steps,
             note=run.config.note,
-            launch=dataclasses.asdict(run.config.launch),
+            launch=run.config.launch.limits(run.config.scheduler.type),
             recover_pointer=recover_pointer(run.config),
         )
         train(run, events)
@@ -173,7 +182,7 @@ def main(argv: Sequence[str]) -> int:
     except Stopped:
         return 1
     except Exception as e:
-        traceback.print_exc()
+        print(redact_text(traceback.format_exc(), events.secrets), file=sys.stderr)
         events.send("error", text=shorten(f"{type(e).__name__}: {first_line(e)}", 300))
         return 1
     return 0

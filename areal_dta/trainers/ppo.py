@@ -226,7 +226,7 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
         collector = Collector(
             max_sequence_tokens=config.actor.mb_spec.max_tokens_per_mb,
             max_staleness=options.max_staleness,
-            vocab_size=_vocab_size(config.actor.path),
+            vocab_size=_vocab_size(config.actor.path, config.trust_remote_code),
             watch=RejectionWatch(
                 config.train_dataset.batch_size,
                 options.max_rejected_share,
@@ -257,7 +257,9 @@ def _planner(config: Any) -> BatchPlanner:
     block_tokens, retain_tokens = config.actor.dta.nominal_budgets()
     flops = None
     try:
-        model = AutoConfig.from_pretrained(config.actor.path, trust_remote_code=True)
+        model = AutoConfig.from_pretrained(
+            config.actor.path, trust_remote_code=config.trust_remote_code
+        )
         flops = FlopModel.from_config(model)
     except ValueError as error:
         logger.warning(f"costs start from a nominal model: {error}")
@@ -267,12 +269,14 @@ def _planner(config: Any) -> BatchPlanner:
     )
 
 
-def _vocab_size(model_path: str) -> int | None:
+def _vocab_size(model_path: str, trust_remote_code: bool) -> int | None:
     """Return the number of token ids of a model; None if its config does not say."""
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model_path, trust_remote_code=True)
+        config = AutoConfig.from_pretrained(
+            model_path, trust_remote_code=trust_remote_code
+        )
     except ValueError:  # an architecture that transformers does not know
         return None
     size = getattr(config.get_text_config(), "vocab_size", None)

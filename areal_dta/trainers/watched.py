@@ -24,6 +24,7 @@ from areal_dta.areal_fixes.checkpoint_slots import (
     slots_for_recovery,
 )
 from areal_dta.areal_fixes.local_scheduler import BoundedLocalScheduler
+from areal_dta.areal_fixes.loggers import secrets_redacted
 from areal_dta.areal_fixes.loopback import use_loopback, workers_on_loopback
 from areal_dta.areal_fixes.registry import check_versions
 from areal_dta.areal_fixes.slot_files import Checkpoint, disk_trouble
@@ -101,7 +102,7 @@ class WatchedTrainer:
         start_name_service(config)
         areal: Any = super()
         try:
-            with slots_for_recovery(checkpoint, self._more_engines):
+            with secrets_redacted(), slots_for_recovery(checkpoint, self._more_engines):
                 areal.__init__(config, train_dataset, valid_dataset)
         except BaseException:  # Ctrl-C as well: workers keep the process alive
             self.abort()

@@ -386,3 +386,11 @@ def test_without_task_logger() -> None:
     before = logging.getLogger("before")
     areal_logging.getLogger("another")
     assert logging.getLogger("before") is not before
+
+
+def test_without_secrets_redacted() -> None:
+    from areal.utils import stats_logger
+
+    config = stats_logger.StatsLoggerConfig(experiment_name="e", trial_name="t")
+    config.wandb.wandb_api_key = "sentinel"
+    assert "sentinel" in str(stats_logger.asdict(config))

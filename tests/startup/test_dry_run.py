@@ -81,7 +81,7 @@ class TestDryRun:
             *("actor.backend=fsdp:d2", "total_train_steps=3"),
         )
         assert "\nseed: 17\n" in out
-        assert "AReaL's dense engine (fsdp) on 2 processes" in out
+        assert "norms and minibatches) on 2 processes" in out
         assert "  steps     3 of 16 prompts x 8 samples, at most 48 new tokens" in out
         assert "0.85 M parameters, float32" in out
         assert "hardware=auto: torch" in out
@@ -91,7 +91,8 @@ class TestDryRun:
             capfd,
             *("--config", "gsm8k_ppo.yaml", "hardware=cpu", "critic.backend=fsdp:d2"),
         )
-        assert "  critic    AReaL's dense engine (fsdp) on 2 processes\n" in out
+        twin = "dense twin (fsdp: AReaL's engine, our dispatch, norms and minibatches)"
+        assert f"  critic    {twin} on 2 processes\n" in out
         assert "  ref       prefix-tree engine (dta) on 1 process" in out
 
     def test_the_sharing_of_pairs_is_measured(
