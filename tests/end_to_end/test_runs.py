@@ -66,7 +66,7 @@ def small_run(tmp_path: Path, *overrides: str) -> list[dict[str, float]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(480)
-@pytest.mark.parametrize("backend", ["dta:d2", "fsdp:d1", "fsdp:d2"])
+@pytest.mark.parametrize("backend", ["dta:d2", "fsdp:d1", "fsdp:d2", "areal-fsdp:d1"])
 def test_other_training_backends(tmp_path: Path, backend: str) -> None:
     records = small_run(tmp_path, f"actor.backend={backend}")
     assert [r["step"] for r in records] == [1, 2, 3]
@@ -112,15 +112,24 @@ def test_evaluation_and_areals_own_logging(tmp_path: Path) -> None:
         "evaluator.freq_steps=1",
         f"stats_logger.tensorboard.path={tmp_path}/tb",
         "stats_logger.wandb.mode=offline",
+        "rollout.agent.admin_api_key=PROXY-SENTINEL",
+        "stats_logger.wandb.notes='https://me:URL-SENTINEL@host'",
     )
     assert list((tmp_path / "tb").glob("events.*"))
     assert list(tmp_path.rglob("*.wandb"))
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [p for p in files if b"PROXY-SENTINEL" in p.read_bytes()]
+    config = tmp_path / "outputs" / "gsm8k-grpo" / "trial0" / "config.yaml"
+    assert "URL-SENTINEL" not in config.read_text()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(480)
-def test_nothing_of_ours_can_be_reached_from_the_network(tmp_path: Path) -> None:
-    with RunningLaunch(tmp_path) as run:
+@pytest.mark.parametrize("config", ["gsm8k_grpo.yaml", "gsm8k_calculator.yaml"])
+def test_nothing_of_ours_can_be_reached_from_the_network(
+    tmp_path: Path, config: str
+) -> None:
+    with RunningLaunch(tmp_path, config=config) as run:
         run.wait_for_step(1)
         listening = [
             (c.laddr.ip, c.laddr.port)
