@@ -43,10 +43,15 @@ def problems(path: Path) -> list[str]:
     return found
 
 
+# Reads the pickled parts of AReaL's own recover checkpoints, of 0.1.0.
+EXCEPTIONS = ("areal_dta/areal_fixes/slot_files.py",)
+
+
 def test_nothing_is_unpickled() -> None:
     paths = [p for name in ("areal_dta", "recipes", "scripts") for p in files(name)]
     assert len(paths) > 100
-    assert not [text for path in paths for text in problems(path)]
+    allowed = [ROOT / name for name in EXCEPTIONS]
+    assert not [text for p in paths if p not in allowed for text in problems(p)]
 
 
 def test_tests_load_weights_only() -> None:

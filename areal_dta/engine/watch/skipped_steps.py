@@ -101,6 +101,17 @@ def save_rows(path: Path, batch: RankBatch, alignment: Alignment | None) -> None
         "loss_mask": mask_BS[is_token_BS],
         "offsets": np.concatenate([[0], np.cumsum(lengths[kept])]).astype(np.int64),
     }
+    # what recorded sequences have besides (recipes/tau2/recorded/sequences.py)
+    num_rows = int(kept.sum())
+    numbers = np.arange(num_rows, dtype=np.int32)
+    arrays |= {
+        "domain": np.full(num_rows, "skipped step"),
+        "task_id": numbers.astype(str),
+        "trial": np.zeros(num_rows, np.int32),
+        "episode": numbers,
+        "call": np.zeros(num_rows, np.int32),
+        "reward": np.zeros(num_rows, np.float32),
+    }
     for key, value in tokens.items():
         if value.shape[:2] == (batch.num_rows, width) and value.ndim == 2:
             arrays[f"token_{key}"] = value[is_token_BS]
