@@ -41,7 +41,7 @@ def engine(model: Path, cls: Any = DTAPPOActor, **dta: Any) -> Any:
         type="adam", lr=0.01, lr_scheduler_type="constant", warmup_steps_proportion=0.0
     )
     config = actor_config(model, optimizer=adam)
-    options = DTAOptions(block_tokens=4, retain_tokens=6, **dta)
+    options = DTAOptions(block_tokens=4, retain_tokens=6, self_check=False, **dta)
     return build_engine(cls, DTAPPOActorConfig(**vars(config), dta=options))
 
 
