@@ -98,6 +98,10 @@ def compose(file: Path, overrides: Sequence[str]) -> Composed:
         with open_dict(config):
             del config["hydra"]
             if fileroot := OmegaConf.select(config, "cluster.fileroot"):
+                if not isinstance(fileroot, str):
+                    raise ConfigError(
+                        f"cluster.fileroot={fileroot}; expected the name of a directory"
+                    )
                 # Workers and saved configurations must not depend on the directory in
                 # which the run was started.
                 config.cluster.fileroot = str(Path(fileroot).expanduser().absolute())
