@@ -13,6 +13,7 @@ and is the only one to call it.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ from areal_dta.rollout_server.packed_attention import (
     attending,
     measure_kv,
 )
-from areal_dta.rollout_server.prefix_cache import Node, PrefixCache
+from areal_dta.rollout_server.prefix_cache import KV, Node, PrefixCache
 from areal_dta.rollout_server.sampling import BatchSampling, prompt_logprobs, sample
 from areal_dta.rollout_server.weights import vocab_size
 
@@ -369,6 +370,10 @@ class BatchGenerator:
             self._shared = version, SharedNodes(paths, self.model.device)
         return self._shared[1]
 
+    def _copy_row(self, row: int, first: int, start: int, end: int) -> KV:
+        """Copy positions [start, end) of a row whose column 0 is position `first`."""
+        return self._tails.copy_row(row, start - first, end - first)
+
     def _remove(self, indices: Sequence[int]) -> list[Answer]:
         """Take rows out of the batch; what they have computed may be kept."""
         if not indices:
@@ -382,9 +387,7 @@ class BatchGenerator:
                 self.prefix_cache.insert(
                     np.concatenate([answer.prefix, computed]),
                     first,
-                    lambda start, end, i=i, first=first: self._tails.copy_row(
-                        i, start - first, end - first
-                    ),
+                    partial(self._copy_row, i, first),
                 )
             self.prefix_cache.release(row.node)
         unclean = [i for i in indices if self._decoding[i].answer.error is not None]

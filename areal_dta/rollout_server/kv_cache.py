@@ -102,17 +102,9 @@ class RowTails:
 
     def _allocate(self, rows: int, columns: int) -> None:
         shape = self._shape
-        self.keys, self.values = (
-            torch.zeros(
-                shape.num_layers,
-                rows,
-                shape.num_heads,
-                columns,
-                width,
-                dtype=shape.dtype,
-                device=shape.device,
-            )
-            for width in (shape.key_dim, shape.value_dim)
-        )
-        self.keys: Tensor
-        self.values: Tensor
+
+        def zeros(width: int) -> Tensor:
+            sizes = (shape.num_layers, rows, shape.num_heads, columns, width)
+            return torch.zeros(sizes, dtype=shape.dtype, device=shape.device)
+
+        self.keys, self.values = zeros(shape.key_dim), zeros(shape.value_dim)

@@ -346,10 +346,11 @@ class _Layer:
             at_C = torch.arange(first, position + size, device=device)
             at_S = torch.arange(position, position + size, device=device)[:, None]
             hidden_SC = (at_C > at_S) | (at_C <= at_S - window)
-            bias = torch.zeros(hidden_SC.shape, dtype=q_NSD.dtype, device=device)
-            bias.masked_fill_(hidden_SC, -torch.inf)
-            bias = bias.repeat(group, 1)[None, None]
-            out, lse = self._scored(folded, keys, values, bias)
+            seen_SC = torch.zeros(hidden_SC.shape, dtype=q_NSD.dtype, device=device)
+            seen_SC.masked_fill_(hidden_SC, -torch.inf)
+            out, lse = self._scored(
+                folded, keys, values, seen_SC.repeat(group, 1)[None, None]
+            )
         else:
             bias = self.step.causal_bias(size, group, q_NSD) if size > 1 else None
             out, lse = self._scored(folded, *own, bias)
