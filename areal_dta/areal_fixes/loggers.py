@@ -1,4 +1,4 @@
-"""Logging: from code that may run without AReaL, and without secrets.
+"""Logging: from code without AReaL, without secrets, and without what is disabled.
 
 A light import: AReaL is touched only where it has been imported, or by the trainer.
 """
@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 
 from areal_dta.config.redaction import redacted
 
@@ -42,3 +44,28 @@ def secrets_redacted() -> Iterator[None]:
         yield
     finally:
         stats_logger.asdict = before
+
+
+def skip_disabled_swanlab(mode: str) -> Callable[[], None]:
+    """Leave SwanLab out of AReaL's statistics if its mode is ``disabled``.
+
+    Call it before AReaL's `StatsLogger` is made.
+
+    Returns:
+        A function that undoes it.
+    """
+    from areal.utils import stats_logger
+
+    module: Any = stats_logger
+    original = module.swanlab
+    if mode == "disabled":
+
+        def nothing(*args: object, **kwargs: object) -> None: ...
+
+        names = ("login", "init", "log", "finish")
+        module.swanlab = SimpleNamespace(**dict.fromkeys(names, nothing))
+
+    def undo() -> None:
+        module.swanlab = original
+
+    return undo

@@ -162,6 +162,20 @@ REPAIRS: Final = (
         "`FSDPRWEngine.train_rw` works, and `RWController.train_rw` keeps pairs",
     ),
     Repair(
+        "training_engines.keep_lone_payloads",
+        "A worker's RPC server broadcasts each value of a payload on its own, also "
+        "where no other rank is to get it: a tenth of a small training step.",
+        "the RPC servers broadcast only in groups of several ranks",
+        _CALL,
+    ),
+    Repair(
+        "training_engines.read_own_results",
+        "A worker fetches tensors that it has computed itself, such as advantages, "
+        "from itself, over HTTP and as base64 in JSON.",
+        "`RTensor.localize` looks into its own storage first",
+        _CALL,
+    ),
+    Repair(
         "group_normalization.ItemNormalization",
         "Rows are sliced by a fixed `group_size`, so that items of other sizes are "
         "mixed; and a rank whose mask is all zero skips the all-reduces, while the "
@@ -213,6 +227,13 @@ REPAIRS: Final = (
         "loggers.",
         "`StatsLogger.init` leaves out what is secret",
         _LEAVE,
+    ),
+    Repair(
+        "loggers.skip_disabled_swanlab",
+        "SwanLab is started and given each step's statistics where it is disabled, and "
+        "sorts them into charts: a few per cent of the controller's work.",
+        "`StatsLogger` does not call loggers that are disabled",
+        _CALL,
     ),
     Repair(
         "loggers.task_logger",

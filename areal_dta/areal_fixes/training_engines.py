@@ -1,20 +1,25 @@
-"""AReaL's training engines, corrected: what checkpoints omit, and pairs of rewards.
+"""AReaL's training engines, corrected: checkpoints, pairs of rewards, payloads.
 
-`registry` has each fault and its remedy. Subclasses: nothing is replaced, so there is
-nothing to undo.
+`registry` has each fault and its remedy.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import shutil
+import sys
+from collections.abc import Callable
 from typing import Any, Final
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from areal.api import SaveLoadMeta
+from areal.api import ParallelStrategy, SaveLoadMeta
 from areal.engine.fsdp_engine import FSDPEngine, FSDPRWEngine
+from areal.infra.rpc import rtensor
 from areal.trainer.rw.rw_engine import (
     RWController,
     RWEngine,
@@ -28,6 +33,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 # How PyTorch's writer says that the system refused a write: the reason is lost.
 _WRITE_FAILED: Final = ("unexpected pos", "file write failed", "PytorchStreamWriter")
 _FULL_BYTES: Final = 2**20
+_RPC_SERVERS: Final = (
+    "areal.infra.rpc.guard.engine_blueprint",
+    "areal.infra.rpc.ray_rpc_server",
+)
 
 
 class RecoverableEngine(FSDPEngine):
@@ -39,6 +48,13 @@ class RecoverableEngine(FSDPEngine):
 
     Mixin; list it before AReaL's classes so that its methods win.
     """
+
+    def create_process_group(
+        self, parallel_strategy: ParallelStrategy | None = None
+    ) -> None:
+        super().create_process_group(parallel_strategy)
+        keep_lone_payloads()
+        read_own_results()
 
     def advance_lr_scheduler(self, num_steps: int) -> None:
         """Fast-forward the LR scheduler by a number of training steps."""
@@ -106,6 +122,77 @@ class PairRewards(FSDPRWEngine):
         if config._version != "v1":
             return super().as_controller(config, scheduler)
         return PairRWController(train_engine=cls, config=config, scheduler=scheduler)
+
+
+def keep_lone_payloads() -> Callable[[], None]:
+    """Let a rank that shares its payloads with no other keep them as they are.
+
+    The worker's RPC server moves a payload to the device, and then broadcasts it over
+    the ranks of context, tensor and pipeline parallelism, value by value: two
+    collectives for each entry of each dict. The move stays.
+
+    Returns:
+        A function that undoes it in this process.
+    """
+    replaced: list[tuple[Any, Any]] = []
+    for name in _RPC_SERVERS:  # the one that runs this process is loaded
+        module: Any = sys.modules.get(name)
+        if module is None or hasattr(module.broadcast_tensor_container, "__wrapped__"):
+            continue
+        replaced.append((module, module.broadcast_tensor_container))
+        module.broadcast_tensor_container = _to_others_alone(
+            module.broadcast_tensor_container
+        )
+
+    def undo() -> None:
+        for module, original in replaced:
+            module.broadcast_tensor_container = original
+
+    return undo
+
+
+def read_own_results() -> Callable[[], None]:
+    """Let a worker read results that it holds itself from its memory.
+
+    As over HTTP, it gets copies on the CPU.
+
+    Returns:
+        A function that undoes it in this process.
+    """
+    backend = rtensor.HttpRTensorBackend
+    original: Any = backend._fetch_shard_group
+    if hasattr(original, "__wrapped__"):
+        return lambda: None
+
+    @functools.wraps(original)
+    async def fetch_group(
+        self: Any, session: Any, node_addr: str, grouped: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        own = [rtensor._storage.get(shard.shard_id) for _, shard in grouped]
+        held = [
+            x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+            for x in own
+            if x is not None
+        ]
+        if len(held) == len(own):
+            return held
+        return await original(self, session, node_addr, grouped, *args, **kwargs)
+
+    def undo() -> None:
+        backend._fetch_shard_group = original
+
+    backend._fetch_shard_group = fetch_group
+    return undo
+
+
+def _to_others_alone(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(broadcast)
+    def broadcast_to_others(data: Any, src_rank: int = 0, group: Any = None) -> Any:
+        if dist.get_world_size(group) == 1:
+            return data
+        return broadcast(data, src_rank=src_rank, group=group)
+
+    return broadcast_to_others
 
 
 def _log_if_no_pairs(data: dict[str, Any]) -> None:

@@ -21,7 +21,6 @@ from areal.utils.data import (
     amend_position_ids,
     concat_batch,
     get_batch_size,
-    pack_tensor_dict,
     tensor_container_to,
 )
 from numpy.typing import NDArray
@@ -87,8 +86,23 @@ class RankBatch:
         Unlike AReaL's, per-row values [B] are cut to the chosen rows as well.
         """
         chosen = select_rows(self.rows, torch.tensor(row_ids), self.num_rows)
-        packed = tensor_container_to(pack_tensor_dict(chosen), device)
-        packed["max_seqlen"] = int(packed["max_seqlen"])
+        mask_BS = chosen.pop("attention_mask").bool()
+        # All rows at once: AReaL's pack_tensor_dict copies one by one, which for short
+        # rows was 4 % of their training.
+        kept_T = mask_BS.flatten().nonzero()[:, 0]
+        packed = {
+            key: value.flatten(0, 1)[kept_T]
+            if torch.is_tensor(value)
+            and value.ndim >= 2
+            and value.shape[:2] == mask_BS.shape
+            else value
+            for key, value in chosen.items()
+        }
+        lengths_B = mask_BS.sum(-1, dtype=torch.int32)
+        cu_seqlens = F.pad(lengths_B.cumsum(0, dtype=torch.int32), (1, 0))
+        packed["cu_seqlens"] = cu_seqlens
+        packed = tensor_container_to(packed, device)
+        packed["max_seqlen"] = int(lengths_B.max())
         packed["max_length_q"] = packed["max_length_k"] = packed["max_seqlen"]
         packed["cu_seq_lens_q"] = packed["cu_seq_lens_k"] = packed["cu_seqlens"]
         packed["use_cache"] = False

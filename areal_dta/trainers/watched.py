@@ -24,7 +24,7 @@ from areal_dta.areal_fixes.checkpoint_slots import (
     slots_for_recovery,
 )
 from areal_dta.areal_fixes.local_scheduler import BoundedLocalScheduler
-from areal_dta.areal_fixes.loggers import secrets_redacted
+from areal_dta.areal_fixes.loggers import secrets_redacted, skip_disabled_swanlab
 from areal_dta.areal_fixes.loopback import use_loopback, workers_on_loopback
 from areal_dta.areal_fixes.registry import check_versions
 from areal_dta.areal_fixes.slot_files import Checkpoint, disk_trouble
@@ -98,6 +98,8 @@ class WatchedTrainer:
         if config.launch.loopback and config.scheduler.type != "ray":
             self._undos.append(use_loopback())
             workers_on_loopback(pool.config for pool in self.run.worker_pools)
+        swanlab_mode = config.stats_logger.swanlab.mode
+        self._undos.append(skip_disabled_swanlab(swanlab_mode))
         self.num_steps_done = 0 if checkpoint is None else checkpoint.num_steps
         start_name_service(config)
         areal: Any = super()

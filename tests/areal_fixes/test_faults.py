@@ -26,6 +26,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 from areal.api import FinetuneSpec, Job
 from areal.api.cli_args import (
     AgentConfig,
@@ -34,20 +35,26 @@ from areal.api.cli_args import (
     SaverConfig,
 )
 from areal.api.io_struct import ModelResponse
+from areal.infra.rpc import rtensor
 from areal.infra.scheduler.local import LocalScheduler
 from areal.infra.scheduler.slurm import SlurmScheduler
 from areal.trainer.rl_trainer import PPOTrainer
 from areal.utils import logging as areal_logging
-from areal.utils import name_resolve, names
-from areal.utils.data import Normalization
+from areal.utils import name_resolve, names, stats_logger
+from areal.utils.data import Normalization, broadcast_tensor_container
 from areal.utils.recover import RecoverHandler
 from areal.utils.saver import Saver
 from pydantic import TypeAdapter
 
 from areal_dta.areal_fixes import agent_proxy
+from areal_dta.areal_fixes.loggers import skip_disabled_swanlab
 from areal_dta.areal_fixes.loopback import LOOPBACK, bypass_proxies
 from areal_dta.areal_fixes.registry import REPAIRS
 from areal_dta.areal_fixes.trainer_steps import critic_stats, saved_together
+from areal_dta.areal_fixes.training_engines import (
+    keep_lone_payloads,
+    read_own_results,
+)
 from tests.areal_fixes.test_checkpoint_slots import Engine, dump, handler, load
 from tests.areal_fixes.test_slurm_scheduler import SPEC, sbatch_script, slurm_config
 
@@ -298,6 +305,66 @@ def test_without_PairRewards() -> None:
     assert call.kwargs.get("group_size", 1) == 1
 
 
+def test_without_keep_lone_payloads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven collectives for three numbers, though no other rank is there."""
+    from areal.infra.rpc.guard import engine_blueprint as server
+
+    original = broadcast_tensor_container
+    monkeypatch.setattr(server, "broadcast_tensor_container", original)
+    sent: list[Any] = []
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "broadcast_object_list", lambda *a, **k: sent.append(a))
+    num_ranks = 1
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: num_ranks)
+    payload = [{"a": 1, "b": [2]}]
+    assert server.broadcast_tensor_container(payload) == payload
+    assert len(sent) == 7
+    sent.clear()
+
+    undo = keep_lone_payloads()
+    assert server.broadcast_tensor_container(payload) is payload
+    assert not sent
+    num_ranks = 2
+    server.broadcast_tensor_container(payload)
+    assert len(sent) == 7
+    keep_lone_payloads()()  # a second one changes nothing
+    undo()
+    assert server.broadcast_tensor_container is original
+
+
+def test_without_read_own_results() -> None:
+    backend = rtensor.HttpRTensorBackend()
+    results = [torch.arange(6.0).reshape(2, 3).T, torch.ones(2, dtype=torch.bool)]
+    mine = rtensor.RTensor.remotize(results, node_addr="127.0.0.1:1")
+    shards = [x.shard for x in mine]
+    other = rtensor.TensorShardInfo(shard_id="another's", node_addr="127.0.0.1:1")
+    original = rtensor.HttpRTensorBackend._fetch_shard_group
+    asked: list[Any] = []
+
+    async def ask(self: Any, session: Any, node_addr: str, grouped: Any) -> Any:
+        asked.append(grouped)
+        return [torch.zeros(1) for _ in grouped]
+
+    rtensor.HttpRTensorBackend._fetch_shard_group = ask
+    try:
+        backend.fetch(shards)
+        assert len(asked) == 1
+        undo = read_own_results()
+        found = backend.fetch(shards)
+        assert len(asked) == 1
+        for a, b in zip(found, results, strict=True):
+            assert torch.equal(a, b) and a.is_contiguous()
+            assert a.data_ptr() != b.data_ptr()
+        backend.fetch([*shards, other])
+        assert len(asked) == 2
+        undo()
+        assert rtensor.HttpRTensorBackend._fetch_shard_group is ask
+    finally:
+        rtensor.HttpRTensorBackend._fetch_shard_group = original
+        for shard in shards:
+            rtensor.remove(shard.shard_id)
+
+
 def test_without_ItemNormalization() -> None:
     """Three rows of one prompt and one of another, in slices of two."""
     config = NormConfig(mean_level="group", std_level=None, group_size=2)
@@ -379,6 +446,26 @@ def test_without_accept_empty_replies() -> None:
         assert reply.output_tokens_without_stop == []
     finally:
         undo()
+
+
+def test_without_skip_disabled_swanlab(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its ``log`` is called whatever its mode is."""
+    swanlab = MagicMock()
+    monkeypatch.setattr(stats_logger, "swanlab", swanlab)
+    monkeypatch.setattr(stats_logger, "wandb", MagicMock())
+    logger: Any = stats_logger.StatsLogger.__new__(stats_logger.StatsLogger)
+    logger.ft_spec, logger.summary_writer = MagicMock(), None
+    logger._last_commit_step = -1
+
+    logger.commit(0, 0, 0, {"loss": 1.0})
+    assert swanlab.log.call_count == 1
+    undo = skip_disabled_swanlab("disabled")
+    logger.commit(0, 1, 1, {"loss": 1.0})
+    undo()
+    assert swanlab.log.call_count == 1
+    skip_disabled_swanlab("online")
+    logger.commit(0, 2, 2, {"loss": 1.0})
+    assert swanlab.log.call_count == 2
 
 
 def test_without_task_logger() -> None:
