@@ -33,7 +33,7 @@ from areal_dta.processes.slurm_jobs import JOBS_FILE, cancel_leftovers
 from areal_dta.processes.supervisor import Event, Supervisor
 from areal_dta.report.live_table import RunView
 from areal_dta.report.log_alerts import AlertReader
-from areal_dta.report.plot import CURVES, plot_curve
+from areal_dta.report.plot import CURVES, plot_curve, plot_waits
 from areal_dta.report.step_metrics import StepMetrics, read_metrics
 from areal_dta.startup.compose import compose, find_config, project_config_dir, run_dir
 
@@ -236,6 +236,9 @@ class Launcher:
                 if plot_curve(steps, path, name, title, self._note):
                     say(f"{name + ' curve':<13} {path}")
                     break  # beside a reward, a policy's loss says nothing
+            path = self.directory / "waits.png"
+            if plot_waits(steps, path, title):
+                say(f"waits         {path}")
             say(f"metrics       {metrics_path}")
         if self._checkpoint is not None:
             say(f"checkpoint    {self._checkpoint}")

@@ -29,7 +29,7 @@ from areal_dta.executor.tree_executor import TreeExecutor
 from areal_dta.schedule import MemoryModel
 from areal_dta.tree import PrefixTree
 
-# Larger blocks are slower on a CPU (docs/log.md); a GPU needs more work per call.
+# Larger blocks are no faster on a CPU (docs/log.md); a GPU needs more work per call.
 MAX_BLOCK_TOKENS = {"cpu": 512, "cuda": 4096}
 MIN_BLOCK_TOKENS = 32
 _MEASURED_TOKENS = 128

@@ -42,6 +42,12 @@ _LOSS = Column("loss", "loss", lambda m: m.loss, "+.4f")
 _REWARD = Column("reward", "reward", lambda m: m.reward, ".3f")
 _ACCURACY = Column("accu-\nracy", "accuracy", lambda m: m.accuracy, ".3f")
 _ROLLOUT = Column("rollout\ns", "rollout_s", lambda m: m.rollout_seconds, ".2f")
+_TOO_OLD = Column(
+    "too old\ns",
+    "too_old_s",
+    lambda m: m.wait.get("wait/policy_too_old") if m.wait else None,
+    ".2f",
+)
 _TRAIN = Column("train\ns", "train_s", lambda m: m.train_seconds, ".2f")
 _UPDATE = Column("update\ns", "update_s", lambda m: m.update_seconds, ".2f")
 _STEP = Column("step\ns", "step_s", lambda m: m.step_seconds, ".2f")
@@ -76,7 +82,7 @@ _BATCH = (
 COLUMNS: Final = {
     "ppo": (
         *(_REWARD, _LOSS, *_BATCH),
-        *(_DROPPED, _HITS, _ROLLOUT, _TRAIN, _UPDATE, _STEP),
+        *(_DROPPED, _HITS, _ROLLOUT, _TOO_OLD, _TRAIN, _UPDATE, _STEP),
     ),
     "sft": (_LOSS, *_BATCH, _TRAIN, _STEP),
     "dpo": (_LOSS, _ACCURACY, *_BATCH, _TRAIN, _STEP),

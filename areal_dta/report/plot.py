@@ -1,4 +1,4 @@
-"""The curve of a run as a PNG: rewards where there are any, else losses."""
+"""A run as PNGs: its rewards, else losses, by step; and the seconds of its steps."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ CURVES: Final = {
     "loss": ("loss", "upper right"),
 }
 """Values of a step that can be drawn: label of the axis, place of the legend."""
+WAITS: Final = {
+    "rollout": "batch not ready",
+    "policy_too_old": "policy would be too old",
+    "plan": "collector and plan",
+    "workers": "ranks compute",
+    "weights": "weight update",
+}
+"""Reasons for which a trainer waits, and their labels."""
 
 
 def running_mean(values: Sequence[float], window: int = WINDOW_STEPS) -> list[float]:
@@ -64,5 +72,39 @@ def plot_curve(
     bottom = 0.02 + 0.035 * (caption.count("\n") + 1) if caption else 0.0
     figure.text(0.02, 0.015, caption, fontsize=7.5, color="0.3", va="bottom")
     figure.tight_layout(rect=(0.0, bottom, 1.0, 1.0))
+    figure.savefig(path)
+    return True
+
+
+def plot_waits(steps: Sequence[StepMetrics], path: Path, title: str = "") -> bool:
+    """Draw the seconds of each step, stacked by what the trainer waits for.
+
+    Returns:
+        False, and no file is written, if no step has them.
+    """
+    known = [m for m in steps if m.wait and m.step_seconds is not None]
+    if not known:
+        return False
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 4.5), dpi=130)
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    waits = [[m.wait.get(f"wait/{name}", 0.0) for m in known] for name in WAITS]
+    spent = [sum(of_step) for of_step in zip(*waits, strict=True)]
+    rest = [
+        max(0.0, (m.step_seconds or 0.0) - seconds)
+        for m, seconds in zip(known, spent, strict=True)
+    ]
+    axes.stackplot(
+        [m.step for m in known],
+        *waits,
+        rest,
+        labels=[*WAITS.values(), "the trainer's own work"],
+    )
+    axes.set(xlabel="step", ylabel="seconds", title=title, ylim=(0.0, None))
+    axes.legend(loc="upper right", frameon=False, fontsize=8)
+    figure.tight_layout()
     figure.savefig(path)
     return True

@@ -31,11 +31,14 @@ _VALUE_LOSS = "ppo_critic/critic_loss/avg"
 _GAP, _GAP_TOKENS = "logprob_gap/max", "logprob_gap/num_tokens"
 _ROLLOUT_SECONDS = "timeperf/rollout"
 _UPDATE_SECONDS = "timeperf/update_weights"
-_TRAIN_SECONDS = (
+_LOGPROB_SECONDS = (
     "timeperf/critic_values",
     "timeperf/ref_logp",
     "timeperf/teacher_logp",
     "timeperf/recompute_logp",
+)
+_TRAIN_SECONDS = (
+    *_LOGPROB_SECONDS,
     "timeperf/compute_advantage",
     "timeperf/train_step",
     "timeperf/critic_train_step",
@@ -100,6 +103,12 @@ class StepMetrics:
     """What ``dta.verify_every`` found in this step (keys ``dta/verify_*``)."""
     value_loss: float | None = None
     """Loss of the critic, a mean over the tokens that carry loss."""
+    logprob_seconds: float | None = None
+    """Part of ``train_seconds``: forward passes for logprobs and values before the
+    update; 0 where it needs none."""
+    wait: dict[str, float] = field(default_factory=dict)
+    """Seconds that the trainer waited, by reason (keys ``wait/*``); what is left of the
+    step is its own work."""
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> StepMetrics:
@@ -137,6 +146,7 @@ def step_metrics(
         return None if key is None else finite.get(key)
 
     train = [stats[key] for key in _TRAIN_SECONDS if key in stats]
+    logprobs = [stats[key] for key in _LOGPROB_SECONDS if key in stats]
     reward = first(_REWARD)
     if reward is None and shape is not None:
         reward = shape.reward
@@ -173,6 +183,8 @@ def step_metrics(
             for key, value in finite.items()
             if "dta/verify_" in key and not key.endswith("__count")
         },
+        logprob_seconds=sum(logprobs) if train else None,
+        wait={key: value for key, value in finite.items() if key.startswith("wait/")},
     )
 
 

@@ -57,13 +57,23 @@ class FlopModel:
             self.per_token * tokens + self.per_pair * pairs + self.per_output * outputs
         )
 
-    def dense(self, lengths: Iterable[int], training: bool = True) -> float:
-        """Return the FLOPs of each sequence alone, with logits at every position."""
+    def dense(
+        self,
+        lengths: Iterable[int],
+        training: bool = True,
+        num_outputs: int | None = None,
+    ) -> float:
+        """Return the FLOPs of each sequence alone.
+
+        Args:
+            num_outputs: positions with logits, over all sequences; None: every one.
+        """
         tokens = pairs = 0
         for n in lengths:
             tokens += n
             pairs += attended_pairs(0, n)
-        return self.forward(tokens, pairs, tokens) * (1 + _BACKWARD * training)
+        outputs = tokens if num_outputs is None else num_outputs
+        return self.forward(tokens, pairs, outputs) * (1 + _BACKWARD * training)
 
     def tree(
         self,

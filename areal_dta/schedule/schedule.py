@@ -26,7 +26,7 @@ from areal_dta.schedule.retention import choose_retained
 from areal_dta.tree import PrefixTree
 
 DEFAULT_BLOCK_TOKENS = 512
-"""Larger blocks are slower on a CPU, see docs/log.md. On a device,
+"""Larger blocks are no faster on a CPU, see docs/log.md. On a device,
 ``executor.memory_budget`` chooses the block size."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -41,6 +42,7 @@ from areal_dta.config.schema import DTAGRPOConfig, DTAPPOActorConfig, DTAPPOCrit
 from areal_dta.config.server_options import TOKEN_VARIABLE
 from areal_dta.report.logprob_gap import logprob_gap
 from areal_dta.schedule import FlopModel
+from areal_dta.trainers.waits import WaitMeter
 from areal_dta.trainers.watched import WatchedTrainer
 
 if TYPE_CHECKING:
@@ -62,10 +64,14 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
     teacher: Any
     hook: CollectorHook | None = None
     _logprob_gap: Mapping[str, float] | None = None
+    _waits: WaitMeter | None = None
+    _plan_seconds = 0.0
 
     def __init__(self, run: ResolvedRun, *args: Any, **kwargs: Any) -> None:
         super().__init__(with_secret_key(run), *args, **kwargs)
         self._since = time.monotonic()
+        if isinstance(self.rollout, RolloutController):
+            self._waits = WaitMeter()
         if isinstance(self.actor, DispatchController) and isinstance(
             self.rollout, RolloutController
         ):
@@ -80,7 +86,11 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
             self._ensure_proxy_started()  # before it is looked up who may die
         teacher = self.config.teacher
         trained = teacher is not None and teacher.engine_type == "train"
+        others = self.critic, self.ref
         with (
+            nullcontext()
+            if self._waits is None
+            else self._waits.watch(self.rollout, self.actor, *others),
             wrapped(self.actor, "compute_logp", self._compared),
             teacher_cleared(self.actor, self.teacher if trained else None),
         ):
@@ -93,7 +103,10 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
 
     def more_stats(self) -> Mapping[str, float]:
         gap, self._logprob_gap = self._logprob_gap, None
-        return {**critic_stats(self.critic), **(gap or {})}
+        stats = {**critic_stats(self.critic), **(gap or {})}
+        if self._waits is not None:
+            stats |= self._waits.take_metrics(self._plan_seconds)
+        return stats
 
     # The step: compare logprobs, and say what the collector did.
 
@@ -128,6 +141,7 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
             planner.observe(np.array(samples, np.float64).reshape(-1, 8))
         collector.add_seconds("meter", self._recorder.take_meter_seconds())
         stats = {**collector.take_metrics(step_seconds), **hook.traffic.take_metrics()}
+        self._plan_seconds = stats["collector/wait_seconds"]
         for controller in (actor, self.critic, self.ref):
             if isinstance(controller, DispatchController):
                 for key, value in controller.take_dispatch_metrics().items():

@@ -182,6 +182,13 @@ class TestMetrics:
         metrics = step_metrics(1, stats, None, 40.0)
         assert metrics.value_loss == 0.25
         assert metrics.train_seconds == 31.0
+        assert metrics.logprob_seconds == 7.0
+
+    def test_where_the_trainer_waited(self) -> None:
+        stats = {"wait/rollout": 2.0, "wait/plan": 0.5, "waits": 1.0}
+        metrics = step_metrics(1, stats, None, 4.0)
+        assert metrics.wait == {"wait/rollout": 2.0, "wait/plan": 0.5}
+        assert StepMetrics.from_record(metrics.to_record()) == metrics
 
 
 class TestMeter:
@@ -265,8 +272,8 @@ class TestView:
         assert lines[1] == (
             "step 7/50  reward 0.500  loss -0.0123  grad_norm 0.250  "
             "sequence_tokens 9,600  tree_tokens 1,600  sharing 6.00  saving_% 80  "
-            "not_trained -  prefix_hits_% -  "
-            "rollout_s 1.00  train_s 0.50  update_s 0.20  step_s 1.75"
+            "not_trained -  prefix_hits_% -  rollout_s 1.00  too_old_s -  "
+            "train_s 0.50  update_s 0.20  step_s 1.75"
         )
         assert lines[2] == "[/not markup]"
 
