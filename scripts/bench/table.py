@@ -23,10 +23,11 @@ Seconds are for loss and gradients of the whole batch, tokens/s count sequence t
 and the ratio to dense is the median over the rounds of dense seconds / seconds. All
 variants deliver logprobs with gradients and entropies as values. FLOP bound: FLOPs of
 dense over those of computing once what the variant computes (dta: what the loss reads;
-the others: logits at every position); efficiency: ratio / bound. Peak memory leaves out
-the model and its gradients; on a CPU it is the bytes of live tensors, counted.
-packed attends through sdpa with a dense mask. ~: measured on some sequences and scaled
-by FLOPs; its blocks, tokens run and peak are those of the sample, longest included."""
+dense_lean: all tokens, logits where there is loss; the others: logits everywhere);
+efficiency: ratio / bound. Peak memory leaves out the model and its gradients; on a CPU
+it is the bytes of live tensors, counted. packed and areal attend through sdpa with a
+dense mask. ~: measured on some sequences and scaled by FLOPs; its blocks, tokens run
+and peak are those of the sample, longest included."""
 
 
 def benchmark_parser(doc: str | None) -> argparse.ArgumentParser:

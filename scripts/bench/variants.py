@@ -4,10 +4,12 @@ Each stands for systems in use, and each delivers what AReaL's actors need: logp
 with gradients, and entropies as plain values.
 
   dense       one sequence at a time
-  dense_ckpt  the same with Hugging Face's activation checkpointing
+  dense_lean  the same with logits at loss positions only
+  dense_ckpt  dense with Hugging Face's activation checkpointing
   leaf        sequences that are a prefix of another are computed with that one
   packed      a whole tree in one call, with a mask (tree attention trainers)
   dfs         one tree node per call, depth first, recomputing (arXiv 2602.00482)
+  areal       AReaL's packed trees; with ``--variants`` alone, for it needs areal
   dta         this package: fragments, loss positions only
 """
 
@@ -69,9 +71,11 @@ class PerSequence(Variant):
         *,
         checkpointing: bool = False,
         merge_prefixes: bool = False,
+        loss_positions_only: bool = False,
     ) -> None:
         super().__init__(name, model)
         self._checkpointing, self._merge_prefixes = checkpointing, merge_prefixes
+        self._loss_positions_only = loss_positions_only
 
     def run(self, work: Work) -> RunCounts:
         groups = self._groups(work)
@@ -83,15 +87,35 @@ class PerSequence(Variant):
 
     def _train(self, work: Work, group: list[int]) -> None:
         tokens = work.tokens[group[0]]
-        logits = self._model(input_ids=tokens[None], use_cache=False).logits[0]
-        rows = torch.arange(len(tokens) - 1, device=tokens.device)
-        logprobs, entropy = _outputs(logits, rows, tokens[1:])
-        del logits
+        if self._loss_positions_only:
+            logprobs, entropy = self._outputs_at_loss(work, group, tokens)
+        else:
+            rows = torch.arange(len(tokens) - 1, device=tokens.device)
+            logits = self._model(input_ids=tokens[None], use_cache=False).logits[0]
+            logprobs, entropy = _outputs(logits, rows, tokens[1:])
+            del logits
         losses = []
         for i in group:
             n = len(work.tokens[i]) - 1
             losses.append(work.loss(i, logprobs[:n], entropy[:n]))
         torch.stack(losses).sum().backward()
+
+    def _outputs_at_loss(
+        self, work: Work, group: list[int], tokens: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return outputs [len - 1], 0 where no sequence of the group has loss."""
+        is_read = np.zeros(len(tokens) - 1, dtype=bool)
+        for i in group:
+            is_read[: len(work.positions[i])] |= work.positions[i]
+        index = torch.from_numpy(np.flatnonzero(is_read)).to(tokens.device)
+        model = self._model
+        logits = model(tokens[None], use_cache=False, logits_to_keep=index).logits[0]
+        rows = torch.arange(len(index), device=tokens.device)
+        found = _outputs(logits, rows, tokens[index + 1])
+        logprobs, entropy = (
+            x.new_zeros(len(tokens) - 1).index_copy(0, index, x) for x in found
+        )
+        return logprobs, entropy
 
     def _groups(self, work: Work) -> list[list[int]]:
         """Group sequences computed together: the longest first, then its prefixes."""
@@ -118,7 +142,11 @@ class PerSequence(Variant):
         return work.subset(sorted(i for g in chosen for i in groups[g]))
 
     def min_flops(self, work: Work) -> float:
-        return self._flops.dense(len(work.tokens[g[0]]) for g in self._groups(work))
+        lengths = [len(work.tokens[group[0]]) for group in self._groups(work)]
+        if not self._loss_positions_only:
+            return self._flops.dense(lengths)
+        num_outputs = sum(int(p.sum()) for p in work.positions)
+        return self._flops.dense(lengths, num_outputs=num_outputs)
 
 
 class Packed(Variant):
@@ -206,8 +234,8 @@ def make_variant(name: str, model: Any, budgets: dict[str, Any]) -> Variant:
     """Build the variant called ``name``.
 
     Args:
-        name: one of VARIANTS, or ``dta@BLOCK`` or ``dta@BLOCK/RETAIN`` to have several
-            budgets side by side (RETAIN a number or ``all``).
+        name: one of VARIANTS, ``areal``, or ``dta@BLOCK`` or ``dta@BLOCK/RETAIN`` to
+            have several budgets side by side (RETAIN a number or ``all``).
         budgets: arguments of ExecutorConfig for a plain ``dta``; the rest is automatic.
 
     Raises:
@@ -217,8 +245,13 @@ def make_variant(name: str, model: Any, budgets: dict[str, Any]) -> Variant:
     if spec and kind == "dta":
         block, _, retain = spec.partition("/")
         budgets = parse_budgets(block, retain or "auto")
+    elif name == "areal":
+        from bench.areal_packed import ArealPacked
+
+        return ArealPacked(name, model)
     elif spec or kind not in VARIANTS:
-        raise ValueError(f"variant {name!r}; expected one of {', '.join(VARIANTS)}")
+        known = ", ".join((*VARIANTS, "areal"))
+        raise ValueError(f"variant {name!r}; expected one of {known}")
     if kind == "dta":
         return Tree(name, model, ExecutorConfig(**budgets), loss_positions_only=True)
     return VARIANTS[kind](model)
@@ -250,6 +283,9 @@ def _dfs(model: Any) -> Variant:
 
 VARIANTS: dict[str, Callable[[Any], Variant]] = {
     "dense": lambda model: PerSequence("dense", model),
+    "dense_lean": lambda model: PerSequence(
+        "dense_lean", model, loss_positions_only=True
+    ),
     "dense_ckpt": lambda model: PerSequence("dense_ckpt", model, checkpointing=True),
     "leaf": lambda model: PerSequence("leaf", model, merge_prefixes=True),
     "packed": lambda model: Packed("packed", model),

@@ -71,6 +71,8 @@ def test_every_variant_has_the_gradients_of_dense(output):
             assert m["peak_bytes"] > 0 and m["failure"] is None
         assert measured["dense"]["bound"] == measured["dense"]["ratio"] == 1.0
         assert measured["dta"]["bound"] >= measured["dfs"]["bound"] >= 1.0
+        lean = measured["dense_lean"]["bound"]
+        assert 1.0 < lean < measured["dta"]["bound"] or measured["dta"]["bound"] < 1.1
 
 
 def test_counts_say_what_each_variant_runs(output):
@@ -86,6 +88,7 @@ def test_counts_say_what_each_variant_runs(output):
             workload["num_tree_tokens"],
         )
         assert runs["dense"] == (num_sequences, num_tokens)
+        assert runs["dense_lean"] == runs["dense"]
         assert runs["dense_ckpt"] == (num_sequences, 2 * num_tokens)
         num_trees = 8 if workload["name"] == "no-sharing" else 1
         assert runs["packed"] == (num_trees, tree_tokens)
@@ -126,6 +129,14 @@ def test_needs_no_areal():
         timeout=120,
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_areal_s_packed_trees_have_the_gradients_of_dense(model):
+    work = hand_made("abcde", "abcfg", "xyz")
+    bench = Bench(model, [make_variant(name, model, {}) for name in ("dense", "areal")])
+    _, areal = bench.measure(work, repeats=1)
+    assert areal.gradient_error < 3e-6
+    assert areal.num_tokens == 128  # padded
 
 
 def test_dense_is_always_there_and_first():
@@ -214,7 +225,9 @@ def test_gradients_are_checked_on_the_sample(model):
     work = work_of("tau2-airline")
     for m in Bench(model, variants).measure(work, repeats=1, dense_sample=3):
         assert m.gradient_error is not None and m.gradient_error < 3e-6, m
-        assert (m.sample is not None) == (m.variant in ("dense", "dense_ckpt", "leaf"))
+        assert (m.sample is not None) == (
+            m.variant in ("dense", "dense_lean", "dense_ckpt", "leaf")
+        )
 
 
 # ---- variants
