@@ -68,8 +68,8 @@ class ResolvedRun:
         # A teacher's server is AReaL's own in every case.
         config = run.config
         run_dir = Path(config.cluster.fileroot, config.experiment_name)
-        for section in run.models:
-            dta = section.config.dta
+        for model in run.models:
+            dta = model.config.dta
             skipped = run_dir / config.trial_name / "skipped_steps"
             dta.skipped_dir = dta.skipped_dir or str(skipped)
         for section in (*run.models, run.rollout):

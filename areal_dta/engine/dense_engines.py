@@ -99,7 +99,7 @@ class DenseEngine(RecoverableEngine):
         if not stats.get("update_successful", 1.0):
             rule = traits_of(loss_fn).needed_outputs
             batch = load_batch(input_, self.config.mb_spec)
-            report_skipped_step(self, batch, rule and rule.mask, stats)
+            report_skipped_step(self, batch, rule.mask if rule else None, stats)
 
     def forward_batch(self, input_: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.takes_any_rows or not isinstance(input_, dict):

@@ -198,7 +198,7 @@ class DTAEngine(RecoverableEngine):
         spread_to_gradient(self.model, total)
         stats: dict[str, float] = self.optimizer_step()
         rule = loss.needed_outputs
-        report_skipped_step(self, loss.batch, rule and rule.mask, stats)
+        report_skipped_step(self, loss.batch, rule.mask if rule else None, stats)
         stats["num_micro_batches"] = len(loss.batch.micro_batches)
         return stats
 

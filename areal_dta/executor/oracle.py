@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from areal_dta.executor.kernels import accumulation_dtype
+from areal_dta.tree.leaf_order import IntArray
 
 SequenceLoss = Callable[[int, Tensor, Tensor], Tensor]
 """(index, logprobs [len-1], entropy [len-1]) -> scalar tensor."""
@@ -36,7 +37,9 @@ class ValueOutput:
     """[len], fp32 (fp64 for an fp64 model)."""
 
 
-def value_output(model: Any, sequence: Sequence[int] | Tensor) -> ValueOutput:
+def value_output(
+    model: Any, sequence: Sequence[int] | IntArray | Tensor
+) -> ValueOutput:
     """Compute the values of one sequence, differentiable under grad mode."""
     device = next(model.parameters()).device
     tokens = torch.as_tensor(sequence, dtype=torch.int64, device=device)
@@ -45,7 +48,7 @@ def value_output(model: Any, sequence: Sequence[int] | Tensor) -> ValueOutput:
 
 
 def sequence_output(
-    model: Any, sequence: Sequence[int] | Tensor, temperature: float = 1.0
+    model: Any, sequence: Sequence[int] | IntArray | Tensor, temperature: float = 1.0
 ) -> SequenceOutput:
     """Compute logprobs and entropies of one sequence, differentiable in grad mode."""
     device = next(model.parameters()).device
