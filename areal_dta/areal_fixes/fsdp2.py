@@ -41,6 +41,43 @@ def drop_unreduced_gradients(model: nn.Module) -> None:
                 parameter._unsharded_param.grad = None
 
 
+def fill_missing_gradients(model: nn.Module) -> int:
+    """Give zeros to trainable parameters that have no gradient; return their number.
+
+    The model must be unsharded. A gradient that FSDP2 has moved to its accumulator in
+    the reduction dtype counts: ``grad is None`` then holds for all parameters, and to
+    fill them all would take 2 bytes per parameter and a pass over 10.
+    """
+    num_filled = 0
+    for module in fsdp_modules(model):
+        group = module._get_fsdp_state()._fsdp_param_group
+        for parameter in group.fsdp_params if group is not None else []:
+            whole = parameter.unsharded_param
+            has_none = parameter.unsharded_accumulated_grad is None
+            if has_none and whole.grad is None and whole.requires_grad:
+                whole.grad = torch.zeros_like(whole)
+                num_filled += 1
+    return num_filled
+
+
+def group_bytes(model: nn.Module) -> list[tuple[int, int]]:
+    """Return, per FSDP module, the bytes of its gathered parameters and of their
+    gradients in the dtype of the reduction."""
+    sizes: list[tuple[int, int]] = []
+    for module in fsdp_modules(model):
+        group = module._get_fsdp_state()._fsdp_param_group
+        policy = module._get_fsdp_state()._mp_policy
+        gathered = reduced = 0
+        for parameter in group.fsdp_params if group is not None else []:
+            whole = parameter.sharded_param  # a DTensor, which counts all its shards
+            dtype = policy.param_dtype or whole.dtype
+            gathered += whole.numel() * dtype.itemsize
+            if whole.requires_grad:
+                reduced += whole.numel() * (policy.reduce_dtype or dtype).itemsize
+        sizes.append((gathered, reduced))
+    return sizes
+
+
 def forget_forward_order(model: nn.Module) -> None:
     """Drop FSDP2's record of forwards, by which it prefetches for their backwards."""
     for module in fsdp_modules(model):

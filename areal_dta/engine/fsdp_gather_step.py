@@ -13,6 +13,10 @@ same order on every rank, including a rank with nothing to compute:
 
 Cost: the whole model unsharded during a pass, and when training its gradients in the
 reduction dtype.
+
+A rank that runs out of memory between a collective's start and its end would leave the
+others waiting. So each rank first reserves what the gathering, and later the reduction,
+will allocate, and tells the others over the CPU group whether it could.
 """
 
 from __future__ import annotations
@@ -25,7 +29,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from areal_dta.areal_fixes.fsdp2 import drop_unreduced_gradients, fsdp_modules
+from areal_dta.areal_fixes.fsdp2 import (
+    drop_unreduced_gradients,
+    fill_missing_gradients,
+    fsdp_modules,
+    group_bytes,
+)
+from areal_dta.executor.memory_budget import reserve
 
 
 class PeerFailure(RuntimeError):
@@ -33,13 +43,16 @@ class PeerFailure(RuntimeError):
 
 
 @contextmanager
-def forward_pass(model: nn.Module) -> Iterator[None]:
+def forward_pass(model: nn.Module, group: dist.ProcessGroup) -> Iterator[None]:
     """Context manager for any number of forwards on each rank.
 
     Collective at its start only.
+
+    Raises:
+        PeerFailure: another rank has no memory for the parameters.
     """
     try:
-        _unshard(model)
+        _unshard(model, group)
         yield
     except Exception:
         drop_unreduced_gradients(model)
@@ -62,9 +75,12 @@ def training_pass(model: nn.Module, group: dist.ProcessGroup) -> Iterator[None]:
         PeerFailure: another rank failed; this one has dropped its gradients too.
     """
     try:
-        _unshard(model)
+        _unshard(model, group)
         try:
             yield
+            # two groups are in flight at a time: one is copied, one is reduced
+            reduced = sorted(n for _, n in group_bytes(model))[-2:]
+            reserve(reduced, _device(model))
         except Exception:
             count_failures(group, failed=True)
             raise
@@ -86,11 +102,18 @@ def raise_if_any_failed(group: dist.ProcessGroup) -> None:
     if num_failed := count_failures(group, failed=False):
         raise PeerFailure(
             f"{num_failed} of {dist.get_world_size(group)} ranks failed during "
-            "training on their trees (this one did not); see their logs"
+            "a pass over their trees (this one did not); see their logs"
         )
 
 
-def _unshard(model: nn.Module) -> None:
+def _unshard(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Gather all parameters, if every rank has the memory. Collective."""
+    try:
+        reserve([n for n, _ in group_bytes(model)], _device(model))
+    except Exception:
+        count_failures(group, failed=True)
+        raise
+    raise_if_any_failed(group)
     root: Any = model
     root.set_requires_gradient_sync(False)
     root.set_reshard_after_forward(False)
@@ -123,13 +146,14 @@ def _reduce_gradients(model: nn.Module) -> None:
     root: Any = model
     root.set_requires_gradient_sync(True)
     root.set_reshard_after_backward(True)
-    for parameter in model.parameters():
-        # Ranks must reduce the same parameters, also those that one token does not
-        # reach, such as a mixture's other experts.
-        if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    device = next(model.parameters()).device
-    token = torch.zeros((1, 1), dtype=torch.long, device=device)
+    # Ranks must reduce the same parameters, also those that one token does not reach,
+    # such as a mixture's other experts.
+    fill_missing_gradients(model)
+    token = torch.zeros((1, 1), dtype=torch.long, device=_device(model))
     logits = model(input_ids=token, use_cache=False).logits
     if logits.requires_grad:
         (logits.sum() * 0.0).backward()
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device

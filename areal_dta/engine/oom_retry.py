@@ -6,8 +6,9 @@
 again when a longer path comes.
 
 Out of memory with ``step``: the rank drops the gradients and the statistics of this
-step, halves its budgets and runs its tree again. Nothing is communicated within a pass,
-so the other ranks need not know; they wait at its end. With ``block`` they would be
+step, halves its budgets and runs its tree again. After some passes without a shortage
+it goes back to the larger budgets. Nothing is communicated within a pass, so the other
+ranks need not know; they wait at its end. With ``block`` they would be
 waiting inside a collective: the error is raised.
 """
 
@@ -21,9 +22,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
-from areal_dta.areal_fixes.fsdp2 import compute_dtype, drop_unreduced_gradients
+from areal_dta.areal_fixes.fsdp2 import (
+    compute_dtype,
+    drop_unreduced_gradients,
+    group_bytes,
+)
 from areal_dta.engine.fsdp_gather_layer import LayerwiseGather
 from areal_dta.engine.fsdp_gather_step import forward_pass, training_pass
 from areal_dta.engine.setting_checks import option
@@ -39,12 +42,13 @@ from areal_dta.executor import (
 from areal_dta.executor.checks.self_check import check_on_tiny_tree
 from areal_dta.executor.memory_budget import (
     MAX_BLOCK_TOKENS,
-    MIN_BLOCK_TOKENS,
+    MIN_CHOSEN_BLOCK,
     choose_budgets,
     halved,
     is_out_of_memory,
     measure_graph_bytes,
     predict_memory,
+    release_memory,
     usable_memory,
 )
 from areal_dta.schedule import MemoryModel
@@ -53,7 +57,8 @@ from areal_dta.tree import PrefixTree
 ResultT = TypeVar("ResultT")
 
 _ADAM_BYTES = 8  # two fp32 moments per parameter
-_FP32 = 4
+_PATIENCE = 8  # passes after which larger budgets are tried again; doubled each time
+_MAX_PATIENCE = 1024
 _KEPT_SAMPLES = 1000  # blocks per rank that a cost model looks back on
 
 
@@ -95,6 +100,8 @@ class TreeRunner:
             self.executor.pace = self._layerwise
         self._checks_model = bool(option(config, "self_check"))
         self._planned_path = 0
+        self._larger: list[ExecutorConfig] = []  # before each shortage of memory
+        self._patience, self._calm_passes = _PATIENCE, 0
         self._memory: MemoryModel | None = None
         self._block_samples: deque[tuple[float, ...]] = deque(maxlen=_KEPT_SAMPLES)
 
@@ -187,7 +194,7 @@ class TreeRunner:
     def _forward_pass(self) -> AbstractContextManager[None]:
         if self._layerwise is not None:
             return self._layerwise.forward_pass()
-        return forward_pass(self.executor.model)
+        return forward_pass(self.executor.model, self._group)
 
     def _within_memory(
         self, attempt: Callable[[], ResultT], undo: Callable[[], None], training: bool
@@ -199,27 +206,47 @@ class TreeRunner:
                 self._block_samples.extend(
                     sample.to_floats() for sample in self.executor.last_samples
                 )
+                self._grow_again(training)
                 return result
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 before = self.executor.config
-                smaller = halved(before, training)
+                smaller = halved(before, training, self.executor.retained_at_failure)
                 if self._layerwise is not None or smaller is None:
                     error.add_note(self._advice())
                     raise
                 reason = str(error).split("\n")[0][:200]
             # not in the handler: the error's traceback keeps the block's tensors alive
             undo()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            release_memory()
             self.executor.config = smaller
+            self._larger.append(before)
+            self._calm_passes = 0
             self.logger.warning(
                 f"out of memory ({reason}): this step runs again on this rank with "
                 f"block_tokens {before.block_tokens} -> {smaller.block_tokens}, "
                 f"retain_tokens {before.retain_tokens} -> {smaller.retain_tokens}, "
-                "which stay in force"
+                f"for the next {self._patience} passes"
             )
+
+    def _grow_again(self, training: bool) -> None:
+        """Go back to the budgets before a shortage, after some passes without one.
+
+        Where that ends in the next shortage the wait doubles.
+        """
+        if not self._larger or not (training or self._optimizer is None):
+            return
+        self._calm_passes += 1
+        if self._calm_passes < self._patience:
+            return
+        self.executor.config = config = self._larger.pop()
+        self._calm_passes = 0
+        self._patience = min(2 * self._patience, _MAX_PATIENCE)
+        self.logger.info(
+            f"no shortage of memory for some passes: block_tokens="
+            f"{config.block_tokens}, retain_tokens={config.retain_tokens} again"
+        )
 
     def _advice(self) -> str:
         config = self.executor.config
@@ -245,21 +272,36 @@ class TreeRunner:
         # the range of block sizes, and the memory that is left for a pass
         executor = self.executor
         device = next(executor.model.parameters()).device
-        largest, smallest = MAX_BLOCK_TOKENS.get(device.type, 512), MIN_BLOCK_TOKENS
+        largest = MAX_BLOCK_TOKENS.get(device.type, MAX_BLOCK_TOKENS["cpu"])
+        smallest = MIN_CHOSEN_BLOCK.get(device.type, MIN_CHOSEN_BLOCK["cpu"])
+        if self._layerwise is not None and device.type == "cuda":
+            largest *= 4  # each block gathers all parameters: the fewer, the better
         if not self._chooses_block:
             largest = smallest = executor.config.block_tokens
         num_processes = dist.get_world_size(self._group)
-        usable = usable_memory(device, num_processes) - self._pending_bytes()
+        pending = self._pending_bytes()
+        usable = usable_memory(device, num_processes) - pending
         # the fastest budgets that are predicted to fit
         budgets = choose_budgets(
-            self._memory_model(), usable, longest, largest, smallest
+            self._memory_model(),
+            usable,
+            longest,
+            largest,
+            smallest,
+            training=self._optimizer is not None,
         )
         chosen = budgets.apply(executor.config, retain=self._chooses_retain)
         executor.config, self._planned_path = chosen, longest
-        self.logger.info(f"paths of up to {longest} tokens: {budgets}")
+        self._larger.clear()
+        self.logger.info(
+            f"paths of up to {longest} tokens: {budgets}, beside "
+            f"{pending / 2**30:.2f} GiB for gradients and the optimizer"
+        )
         if not budgets.fits:
+            remedy = "more ranks" if self._layerwise else "reshard=block or more ranks"
             self.logger.warning(
-                "even the smallest budgets are predicted not to fit; trying them"
+                f"even block_tokens={budgets.block_tokens} without retained graphs is "
+                f"predicted not to fit; trying it. {remedy} would need less memory"
             )
 
     def _memory_model(self) -> MemoryModel:
@@ -282,19 +324,48 @@ class TreeRunner:
         return self._memory
 
     def _pending_bytes(self) -> float:
-        """Return what a step needs beside activations and K/V: gradients, and at the
-        first step the optimizer's state."""
-        pending = 0.0
-        for parameter in self.executor.model.parameters():
-            if not parameter.requires_grad:
-                continue
-            whole: Tensor = parameter
-            num_ranks = dist.get_world_size(self._group)
-            shard = whole.numel() / num_ranks
-            if self._layerwise is not None:
-                pending += _FP32 * shard
-            else:  # in the compute dtype from one backward, in fp32 from all of them
-                pending += whole.numel() * (_FP32 + whole.element_size())
-            if self._optimizer is not None and not self._optimizer.state:
-                pending += _ADAM_BYTES * shard
-        return pending
+        trainable = [p for p in self.executor.model.parameters() if p.requires_grad]
+        optimizer = self._optimizer
+        return pending_bytes(
+            group_bytes(self.executor.model),
+            sum(p.numel() for p in trainable),
+            dist.get_world_size(self._group),
+            trains=optimizer is not None,
+            has_moments=optimizer is None or bool(optimizer.state),
+            is_layerwise=self._layerwise is not None,
+        )
+
+
+def pending_bytes(
+    groups: list[tuple[int, int]],
+    num_trainable: int,
+    num_ranks: int,
+    trains: bool,
+    has_moments: bool,
+    is_layerwise: bool,
+) -> float:
+    """Return what a step will take beside activations and K/V.
+
+    Args:
+        groups: `group_bytes` of the model.
+        num_trainable: parameters, over all ranks.
+        trains: False for references and teachers, which have no gradients.
+        has_moments: whether the optimizer's state exists already.
+        is_layerwise: parameters are not gathered yet, but layer by layer.
+    """
+    gathered, reduced = ([group[i] for group in groups] for i in (0, 1))
+    pending = 0.0
+    if is_layerwise:  # the outermost module, and two layers at once
+        pending += gathered[0] + 2 * max(gathered)
+    if trains:
+        # Gradients of one module in the compute dtype. All are in the dtype of the
+        # reduction: whole, or in shards and two whole modules in flight.
+        pending += max(gathered)
+        pending += (
+            sum(reduced) / num_ranks + 2 * max(reduced)
+            if is_layerwise
+            else sum(reduced)
+        )
+    if trains and not has_moments:
+        pending += _ADAM_BYTES * num_trainable / num_ranks
+    return pending

@@ -170,8 +170,8 @@ def _scaled(logits_CV: Tensor, temperature: float) -> Tensor:
 
 
 def _add(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
-    part = part.to(accumulation_dtype(dtype))
-    return part if total is None else total.add_(part)
+    # `add_` promotes the part: no copy of it in fp32.
+    return part.to(accumulation_dtype(dtype)) if total is None else total.add_(part)
 
 
 def _slices(start: int, end: int, size: int) -> Iterator[slice]:

@@ -12,11 +12,13 @@ budgets fit, and more memory never gives smaller ones (test_memory_budget.py).
 from __future__ import annotations
 
 import dataclasses
+import gc
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from transformers import PreTrainedModel
 
 from areal_dta.executor.config import ExecutorConfig
 from areal_dta.executor.fused_logprobs import slab_elements
+from areal_dta.executor.kernels.masked_softmax import MAX_SCORES
 from areal_dta.executor.tree_executor import TreeExecutor
 from areal_dta.schedule import MemoryModel
 from areal_dta.tree import PrefixTree
@@ -32,6 +35,9 @@ from areal_dta.tree import PrefixTree
 # Larger blocks are no faster on a CPU (docs/log.md); a GPU needs more work per call.
 MAX_BLOCK_TOKENS = {"cpu": 512, "cuda": 4096}
 MIN_BLOCK_TOKENS = 32
+# Below this a GPU is slower than dense training. Where it is predicted not to fit, it is
+# tried all the same: predictions are upper bounds, and running out of memory is retried.
+MIN_CHOSEN_BLOCK = {"cpu": MIN_BLOCK_TOKENS, "cuda": 512}
 _MEASURED_TOKENS = 128
 # The rest is for fragmentation and for whatever else runs: little on a GPU, much on a
 # host, whose memory is shared with the user's other programs.
@@ -81,12 +87,29 @@ def predict_memory(
     """
     parameter = next(model.parameters())
     chunk = config.logit_chunk_elements
-    return MemoryModel.from_config(
-        model.config.get_text_config(),
-        (dtype or parameter.dtype).itemsize,
-        chunk,
-        slab_elements(parameter.device, chunk),
+    dtype, sizes = dtype or parameter.dtype, model.config.get_text_config()
+    memory = MemoryModel.from_config(
+        sizes, dtype.itemsize, chunk, slab_elements(parameter.device, chunk)
     )
+    if not needs_masked_softmax(sizes, parameter.device.type, dtype):
+        return memory
+    return dataclasses.replace(memory, max_scores=MAX_SCORES)
+
+
+def needs_masked_softmax(sizes: Any, device_type: str, dtype: torch.dtype) -> bool:
+    """Return whether some layer is served by the masked-softmax kernel.
+
+    Args:
+        sizes: the model's text config.
+    """
+    windows = getattr(sizes, "layer_types", None) or []
+    has_windows = "sliding_attention" in windows or (
+        bool(getattr(sizes, "sliding_window", None))
+        and bool(getattr(sizes, "use_sliding_window", True))
+    )
+    has_softcap = bool(getattr(sizes, "attn_logit_softcapping", None))
+    is_full = device_type == "cuda" and dtype not in (torch.float16, torch.bfloat16)
+    return has_windows or has_softcap or is_full
 
 
 def choose_budgets(
@@ -95,6 +118,7 @@ def choose_budgets(
     longest_path: int,
     max_block: int = MAX_BLOCK_TOKENS["cpu"],
     min_block: int = MIN_BLOCK_TOKENS,
+    training: bool = True,
 ) -> Budgets:
     """Choose the largest budgets whose predicted peak fits, with all outputs needed.
 
@@ -104,20 +128,23 @@ def choose_budgets(
     Args:
         usable_bytes: for activations and K/V; see `usable_memory`.
         longest_path: tokens of the longest sequence.
+        training: without it there are neither gradients nor retained graphs.
     """
     block = max_block
     while True:
         # K/V: the path buffer, and the trunks of the fragments that make it up
-        kv = memory.path(2 * longest_path + block)
-        fixed = kv + memory.working(block, block)
+        fixed = memory.path(2 * longest_path + block, training)
+        fixed += memory.working(block, block) + memory.scores(block, longest_path)
+        fixed += memory.head_gradient(block) if training else 0
         left = usable_bytes - fixed
-        graph_token = memory.graph(1, 1)
+        # A forward alone holds what one layer makes, which `working` has.
+        graph_token = memory.graph(1, 1) if training else memory.hidden_bytes
         if left >= block * graph_token or block <= min_block:
             break
         block = max(min_block, block // 2)
     # Whole blocks, so that the number is steady although free memory never is.
     retain = max(0, int(left / graph_token)) // block * block
-    retain = retain if retain > block else 0
+    retain = retain if retain > block and training else 0
     return Budgets(
         block_tokens=block,
         retain_tokens=retain,
@@ -126,37 +153,81 @@ def choose_budgets(
     )
 
 
-def halved(config: ExecutorConfig, training: bool = True) -> ExecutorConfig | None:
+def halved(
+    config: ExecutorConfig, training: bool = True, retained: int | None = None
+) -> ExecutorConfig | None:
     """Return smaller budgets after an out-of-memory error, or None at the smallest.
 
-    Retained graphs go first: giving them up costs least. Without ``training`` there
-    are none.
+    Retained graphs go first: giving them up costs least. But where few or none were
+    alive they were not the cause, and the block is halved.
+
+    Args:
+        training: without it no graph is retained.
+        retained: tokens whose graphs were retained when memory ran out; None: unknown.
     """
     block, retain = config.block_tokens, config.retain_tokens
     if not training:
         retain = 0
+    can_shrink = block > MIN_BLOCK_TOKENS and config.fragments != "node"
+    smaller_block = dataclasses.replace(
+        config, block_tokens=max(MIN_BLOCK_TOKENS, block // 2)
+    )
+    if can_shrink and retained is not None and retained < block:
+        return smaller_block
     if retain is None:
-        return dataclasses.replace(config, retain_tokens=8 * block)
+        retain = 8 * block if retained is None else retained // 2 // block * block
+        return dataclasses.replace(config, retain_tokens=retain)
     if retain > block:
         retain = retain // 2 if retain // 2 > block else 0
         return dataclasses.replace(config, retain_tokens=retain)
-    if block <= MIN_BLOCK_TOKENS or config.fragments == "node":
-        return None
-    block = max(MIN_BLOCK_TOKENS, block // 2)
-    return dataclasses.replace(config, block_tokens=block)
+    return smaller_block if can_shrink else None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether smaller budgets may help.
 
-    A host's allocator raises a plain RuntimeError.
+    A host's allocator raises a plain RuntimeError, and so do CUDA's libraries where
+    they find no room for their workspace.
     """
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     text = str(error).lower()
     return isinstance(error, RuntimeError) and (
-        "out of memory" in text or "can't allocate memory" in text
+        "out of memory" in text
+        or "can't allocate memory" in text
+        or "status_alloc_failed" in text  # of cuBLAS and cuDNN
     )
+
+
+def release_memory() -> None:
+    """Return what is unused to the device, reference cycles of a failed pass included:
+    tracebacks and graphs hold tensors in cycles."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def reserve(sizes: Sequence[int], device: torch.device) -> None:
+    """Make sure that tensors of these bytes can be allocated, all at the same time.
+
+    On a GPU the allocator keeps what was reserved for the next tensors of these sizes.
+
+    Raises:
+        RuntimeError: they cannot, even after `release_memory`.
+    """
+    for is_last in (False, True):
+        try:
+            held = [_allocate(size, device) for size in sizes]
+            del held
+            return
+        except Exception as error:
+            if is_last or not is_out_of_memory(error):
+                raise
+        release_memory()  # not in the handler: the error holds what was allocated
+
+
+def _allocate(num_bytes: int, device: torch.device) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def usable_memory(device: torch.device, num_processes: int = 1) -> float:

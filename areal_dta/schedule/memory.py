@@ -21,6 +21,8 @@ _FP32 = 4
 # Values held per logit of the current slab: log-softmax, softmax and one product of
 # them. The logit itself counts with the graph.
 _VALUES_PER_LOGIT = 3
+# Scores, weights, their gradients, and one more while they are multiplied.
+_SCORE_PRODUCTS = 5
 # Gradients in flight of one layer, in units of what the layer saves.
 _BACKWARD_LAYERS = 2
 
@@ -44,6 +46,9 @@ class MemoryModel:
     logit_chunk_elements: int = 2**25
     logit_slab_elements: int = 2**25
     """Logits whose softmax is computed at once."""
+    num_heads: int = 1
+    max_scores: int = 0
+    """Attention scores held at once, where scores are held at all; 0: nowhere."""
 
     @classmethod
     def from_config(
@@ -85,17 +90,38 @@ class MemoryModel:
             element_bytes=e,
             logit_chunk_elements=logit_chunk_elements,
             logit_slab_elements=logit_slab_elements,
+            num_heads=d.heads,
         )
 
-    def path(self, num_tokens: float) -> float:
+    def path(self, num_tokens: float, training: bool = True) -> float:
         """Return the bytes of K/V and accumulators of a path or of trunks."""
-        return num_tokens * (self.kv_bytes + self.kv_grad_bytes)
+        return num_tokens * (self.kv_bytes + self.kv_grad_bytes * training)
+
+    def scores(self, block_tokens: int, path_tokens: int) -> float:
+        """Return the bytes of one layer's scores behind a path, where they are held:
+        five products of their size, and K/V with gradients in fp32."""
+        if not self.max_scores:
+            return 0.0
+        num_keys = path_tokens + block_tokens
+        num_scores = min(self.max_scores, self.num_heads * block_tokens * num_keys)
+        acc = max(self.element_bytes, _FP32)
+        kv = 2 * num_keys * self.kv_grad_bytes / self.num_layers
+        return _SCORE_PRODUCTS * acc * num_scores + kv
 
     def graph(self, num_tokens: float, num_outputs: float) -> float:
         """Return the bytes of live graphs, with the logits that they keep."""
         return num_tokens * self.graph_bytes + num_outputs * (
             self.hidden_bytes + self.vocab_size * self.element_bytes
         )
+
+    def head_gradient(self, num_outputs: int) -> float:
+        """Return the bytes of the gradient of the vocabulary's projection while a block
+        computes it: a part per chunk of logits, and their sum in fp32."""
+        weight = self.vocab_size * self.hidden_bytes / self.element_bytes
+        has_chunks = num_outputs * self.vocab_size > self.logit_chunk_elements
+        is_half = self.element_bytes < _FP32
+        total = max(self.element_bytes, _FP32) * (has_chunks or is_half)
+        return weight * (self.element_bytes + total)
 
     def working(self, block_tokens: int, num_outputs: int) -> float:
         """Return the bytes that one block needs temporarily, beside its graph."""
