@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
 from areal_dta.areal_fixes.fsdp2 import (
     compute_dtype,
     drop_unreduced_gradients,

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from areal_dta.executor.kernels import (
+    KERNELS,
     AttentionKernel,
     Mask,
     Scoring,
@@ -74,6 +75,8 @@ class BlockAttention:
     path_tokens: int
     depth_S: Tensor
     """Depth of each token of the block."""
+    depths: tuple[int, int]
+    """The lowest and the highest of them, known on the host."""
     mask: Mask
     kernel_name: str
     keep_kv: bool
@@ -82,36 +85,48 @@ class BlockAttention:
     """Keys [1, K, S, H] per layer, part of the block's graph; only with ``keep_kv``."""
     values: dict[int, Tensor] = field(default_factory=dict)
     num_calls: int = 0
-    _everything: Mask = field(default_factory=Mask)
-    _windows: dict[int, tuple[int, Mask, Mask]] = field(default_factory=dict)
+    path_mask: Mask = field(default_factory=Mask)
+    """Of the whole path, which every query sees."""
+    _windows: dict[tuple[int, bool], tuple[int, Mask, Mask]] = field(
+        default_factory=dict
+    )
 
     def restart(self) -> None:
         """Forget a call of the model, to run the block once more."""
         self.keys, self.values, self.num_calls = {}, {}, 0
 
-    def window(self, size: int | None) -> tuple[int, Mask, Mask]:
+    def window(self, size: int | None, joins: bool) -> tuple[int, Mask, Mask]:
         """Return the first visible path token, the block's mask and the path's mask.
 
         Args:
             size: queries see the last ``size`` tokens, themselves included; None: all.
+            joins: the kernel takes path and block at once, if the block is a chain; it
+                needs no matrix for that.
         """
-        if size is None:
-            return 0, self.mask, self._everything
-        if size not in self._windows:
-            self._windows[size] = self._cut_to_window(size)
-        return self._windows[size]
+        if size is None or self.depths[1] < size:
+            return 0, self.mask, self.path_mask
+        shape = self.mask.shape
+        joins = joins and shape is not None and shape.is_chain
+        if (size, joins) not in self._windows:
+            self._windows[size, joins] = self._cut_to_window(size, joins)
+        return self._windows[size, joins]
 
-    def _cut_to_window(self, size: int) -> tuple[int, Mask, Mask]:
-        depth_S = self.depth_S
-        if int(depth_S.max()) < size:
-            return 0, self.mask, self._everything
+    def _cut_to_window(self, size: int, joins: bool) -> tuple[int, Mask, Mask]:
+        depth_S, start = self.depth_S, window_start(self.path_tokens, self.depths, size)
+        if joins:
+            mask = Mask(self.mask.shape, window=size, arrays=self.mask.arrays)
+            return start, mask, self.path_mask
         visible_SS = self.mask.visible(len(depth_S), depth_S.device)
         assert visible_SS is not None
         visible_SS = visible_SS & (depth_S[:, None] - depth_S[None] < size)
-        start = min(self.path_tokens, max(0, int(depth_S.min()) - size + 1))
         depth_P = torch.arange(start, self.path_tokens, device=depth_S.device)
         visible_SP = depth_S[:, None] - depth_P[None] < size
         return start, Mask(visible=visible_SS), Mask(visible=visible_SP)
+
+
+def window_start(path_tokens: int, depths: tuple[int, int], size: int | None) -> int:
+    """Return the first path token that a block at ``depths`` sees."""
+    return 0 if size is None else min(path_tokens, max(0, depths[0] - size + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +189,8 @@ class _PathAttention(torch.autograd.Function):
             without = lse
             lse = torch.logaddexp(lse, sinks_N.to(lse.dtype)[None, :, None])
             weight = torch.exp(without - lse).unsqueeze(-1)
-            out = (out.to(lse.dtype) * weight).to(out.dtype)
+            out = out.to(lse.dtype) * weight
+        out = out.to(q.dtype)  # rounded once
         ctx.save_for_backward(q, k, v, sinks_N, out, lse)
         ctx.call = call
         return out
@@ -258,8 +274,13 @@ def attend(
     sinks_N: Tensor | None,
 ) -> Tensor:
     """Return attention of a block's queries to its path and itself, [1, S, N, H]."""
-    path_start, block_mask, path_mask = block.window(layer.window)
     scoring = Scoring(scale=layer.scale, softcap=layer.softcap)
+    kernel = select_kernel(block.kernel_name, query, key, value, scoring)
+    path_start, block_mask, path_mask = block.window(layer.window, kernel.joins_chains)
+    if path_mask.matrix is not None:
+        # With a sliding window a query may see nothing of the path, which flash
+        # kernels do not take.
+        kernel = KERNELS["masked_softmax"]
     call = _LayerCall(
         layer=block.path.layers[layer_idx],
         path_start=path_start,
@@ -267,7 +288,7 @@ def attend(
         block_mask=block_mask,
         path_mask=path_mask,
         scoring=scoring,
-        kernel=select_kernel(block.kernel_name, query, key, value, scoring, path_mask),
+        kernel=kernel,
     )
     out: Tensor = _PathAttention.apply(query, key, value, sinks_N, call)
     # Contiguous as that of Transformers' functions: models take views of it.

@@ -11,18 +11,26 @@ the same order; its pace lives with the code that shards it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from areal_dta.executor.attention import BlockAttention, LayerAttention, active_block
-from areal_dta.executor.block_layout import BlockLayout, TreeTensors, lay_out
+from areal_dta.executor.attention import (
+    BlockAttention,
+    LayerAttention,
+    active_block,
+    window_start,
+)
+from areal_dta.executor.block_layout import BlockLayout, TreeTokens, lay_out
 from areal_dta.executor.kernels import Mask
+from areal_dta.executor.kernels.flash_cuda import call_arrays
+from areal_dta.executor.kernels.upload import upload
 from areal_dta.executor.kv_cache import PathCache
 from areal_dta.executor.model_refusals import model_inputs
 from areal_dta.executor.outputs import OutputHead
@@ -87,6 +95,8 @@ class BlockOutput:
     """What a run leaves; part of its autograd graph if it has one."""
 
     layout: BlockLayout
+    arrays: Mapping[Any, Tensor]
+    """`block_arrays` on the device."""
     outputs: list[Tensor]
     """One per channel of the output head, with an entry per edge or per row."""
     keys: list[Tensor]
@@ -94,44 +104,80 @@ class BlockOutput:
     values: list[Tensor]
 
 
+def block_arrays(
+    layout: BlockLayout,
+    tree: TreeTokens,
+    path_tokens: int,
+    layers: Mapping[int, LayerAttention],
+) -> dict[Hashable, np.ndarray]:
+    """Return all that a run of a block behind its path reads on the device, by name.
+
+    Names of kernels' arrays are (``block`` or ``path``, number of keys, name).
+    """
+    arrays: dict[Hashable, np.ndarray] = {**layout.arrays(tree)}
+    shape = layout.shape
+    size = shape.num_tokens
+    arrays["block", size, "last"] = shape.last_S
+    starts = {
+        window_start(path_tokens, layout.depths, layer.window)
+        for layer in layers.values()
+    }
+    for num_path in {path_tokens, *(path_tokens - start for start in starts)}:
+        num_keys = size + num_path if shape.is_chain else size
+        found = [("block", call_arrays(shape, size, num_keys))]
+        if num_path and not shape.is_chain:
+            found.append(("path", call_arrays(None, size, num_path)))
+        for role, of_role in found:
+            arrays.update({(role, *key): array for key, array in of_role.items()})
+    return arrays
+
+
 class BlockRunner:
-    """Calls a model on the blocks of one tree."""
+    """Calls a model on blocks."""
 
     def __init__(
         self,
         model: PreTrainedModel,
         head: OutputHead,
-        tensors: TreeTensors,
         path: PathCache,
         kernel: str,
         layers: Mapping[int, LayerAttention],
         watch: BlockWatch | None = None,
     ) -> None:
-        self._model, self._head = model, head
-        self._tensors, self._path = tensors, path
+        self._model, self._head, self._path = model, head, path
         self._kernel, self._layers = kernel, layers
         self._watch = watch
 
     def run(
-        self, path_tokens: int, segments: Sequence[int], keep_kv: bool
+        self,
+        path_tokens: int,
+        layout: BlockLayout,
+        arrays: Mapping[Any, Tensor],
+        keep_kv: bool,
     ) -> BlockOutput:
-        """Call the model on ``segments`` behind the path that the cache holds.
+        """Call the model on a block behind the path that the cache holds.
+
+        Args:
+            arrays: `block_arrays` on the device.
 
         Raises:
             UnsupportedModelError: a layer asks for something a tree cannot give.
         """
-        layout = lay_out(self._tensors, segments)
+
+        def of_mask(role: str) -> dict[tuple[int, str], Tensor]:
+            return {key[1:]: x for key, x in arrays.items() if role == key[0]}
+
         block = BlockAttention(
             path=self._path,
             path_tokens=path_tokens,
-            depth_S=self._on_device(layout.depth_S),
-            mask=Mask(layout.shape),
+            depth_S=arrays["depth"],
+            depths=layout.depths,
+            mask=Mask(layout.shape, arrays=of_mask("block")),
+            path_mask=Mask(arrays=of_mask("path")),
             kernel_name=self._kernel,
             keep_kv=keep_kv,
             layers=self._layers,
         )
-        token_S = self._on_device(layout.token_S)
-        tokens_S = self._tensors.tokens[token_S]
 
         def call(**options: Any) -> Tensor:
             """Return the model's logits, [1, ...]; of several calls the last counts."""
@@ -139,24 +185,22 @@ class BlockRunner:
             model: Any = self._model
             with active_block(block, len(self._path.layers)):
                 output = model(
-                    **model_inputs(model, tokens_S, block.depth_S), **options
+                    **model_inputs(model, arrays["input"], block.depth_S), **options
                 )
             logits: Tensor = output.logits
             return logits
 
         watch = self._watch
-        with watch.block(token_S) if watch is not None else nullcontext():
-            outputs = self._head.outputs(call, layout, self._tensors)
+        with watch.block(arrays["token"]) if watch is not None else nullcontext():
+            outputs = self._head.outputs(call, layout, arrays)
         layers = range(len(self._path.layers)) if keep_kv else []
         return BlockOutput(
             layout=layout,
+            arrays=arrays,
             outputs=outputs,
             keys=[block.keys[i] for i in layers],
             values=[block.values[i] for i in layers],
         )
-
-    def _on_device(self, array: Any) -> Tensor:
-        return torch.from_numpy(array).to(self._tensors.tokens.device)
 
 
 def idle_outputs(
@@ -168,14 +212,11 @@ def idle_outputs(
     """Call the model on one placeholder token, through the same head."""
     tree = PrefixTree.from_sequences([[0, 0]])
     cut = cut_tree(tree, block_tokens=2)
+    tokens = TreeTokens.of(tree, cut)
+    layout = lay_out(tokens, cut.fragments[0].segments)
     device = next(model.parameters()).device
     num_layers = model.config.get_text_config().num_hidden_layers
-    runner = BlockRunner(
-        model,
-        head,
-        TreeTensors.of(tree, cut, device),
-        PathCache(num_layers, 0, with_grad=False),
-        kernel,
-        layers,
-    )
-    return runner.run(0, cut.fragments[0].segments, keep_kv=False).outputs
+    path = PathCache(num_layers, 0, with_grad=False)
+    runner = BlockRunner(model, head, path, kernel, layers)
+    arrays = upload(block_arrays(layout, tokens, 0, layers), device)
+    return runner.run(0, layout, arrays, keep_kv=False).outputs

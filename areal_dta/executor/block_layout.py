@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from areal_dta.schedule import Fragmentation, Segment
 from areal_dta.tree import PrefixTree
@@ -80,7 +78,7 @@ class BlockShape:
         self.is_chain = len(self._runs) == 1
 
     @cached_property
-    def _last_S(self) -> np.ndarray:
+    def last_S(self) -> np.ndarray:
         """Exclusive end of each token's subtree."""
         last = np.empty(self.num_tokens, np.int64)
         for run in self._runs:
@@ -152,7 +150,7 @@ class BlockShape:
     def _visible(self, queries: Range, keys: Iterable[Range]) -> np.ndarray:
         at_Q1 = np.arange(*queries)[:, None]
         at_T = np.concatenate([np.arange(*r) for r in keys])
-        result: np.ndarray = (at_T <= at_Q1) & (at_Q1 < self._last_S[at_T])
+        result: np.ndarray = (at_T <= at_Q1) & (at_Q1 < self.last_S[at_T])
         return result
 
 
@@ -198,22 +196,20 @@ def _union(ranges: Iterable[Range]) -> list[Range]:
 
 
 @dataclass(frozen=True, slots=True)
-class TreeTensors:
-    """A cut tree and its tokens on the device, in depth-first order."""
+class TreeTokens:
+    """A cut tree and its tokens in depth-first order."""
 
     tree: PrefixTree
     cut: Fragmentation
-    tokens: Tensor
+    tokens: np.ndarray
     """[tree tokens], int64."""
 
     @classmethod
-    def of(
-        cls, tree: PrefixTree, cut: Fragmentation, device: torch.device
-    ) -> TreeTensors:
+    def of(cls, tree: PrefixTree, cut: Fragmentation) -> TreeTokens:
         tokens = np.concatenate(
             [node.tokens for node in tree.nodes] or [np.empty(0, np.int64)]
         )
-        return cls(tree, cut, torch.from_numpy(tokens).to(device))
+        return cls(tree, cut, tokens)
 
     def next_tokens(self, segment: Segment) -> list[int]:
         """Return the tree tokens that may follow a segment's last one."""
@@ -241,10 +237,28 @@ class BlockLayout:
     shape: BlockShape
     """Which tokens see which."""
 
+    @property
+    def depths(self) -> Range:
+        """The lowest and the highest depth."""
+        return int(self.depth_S.min()), int(self.depth_S.max())
 
-def lay_out(tensors: TreeTensors, segments: Sequence[int]) -> BlockLayout:
+    def arrays(self, tree: TreeTokens) -> dict[str, np.ndarray]:
+        """Return the index arrays that a run reads on the device, by name."""
+        return {
+            "input": tree.tokens[self.token_S],
+            "token": self.token_S,
+            "depth": self.depth_S,
+            "row": self.row_R,
+            "row_token": self.token_S[self.row_R],
+            "edge_row": self.edge_row_E,
+            "edge_token": self.edge_token_E,
+            "label": tree.tokens[self.edge_token_E],
+        }
+
+
+def lay_out(tree: TreeTokens, segments: Sequence[int]) -> BlockLayout:
     """Lay segments out in the given order; parents must precede children."""
-    all_segments, needed = tensors.cut.segments, tensors.cut.needed
+    all_segments, needed = tree.cut.segments, tree.cut.needed
     # Positions: segments end to end.
     offsets: dict[int, int] = {}
     size = 0
@@ -262,7 +276,7 @@ def lay_out(tensors: TreeTensors, segments: Sequence[int]) -> BlockLayout:
         end = offset + s.num_tokens
         token_S[offset:end] = np.arange(s.first_token, s.first_token + s.num_tokens)
         depth_S[offset:end] = np.arange(s.start, s.end)
-        following = np.array(tensors.next_tokens(s), np.int64)
+        following = np.array(tree.next_tokens(s), np.int64)
         edge_position.append(np.arange(offset, end - 1))
         edge_position.append(np.full(len(following), end - 1, np.int64))
         edge_token += [token_S[offset + 1 : end], following]
@@ -286,3 +300,10 @@ def lay_out(tensors: TreeTensors, segments: Sequence[int]) -> BlockLayout:
         edge_token_E=token_E,
         shape=shape,
     )
+
+
+def as_slice(index: np.ndarray) -> slice | None:
+    """Return ascending indices without a gap as a slice; None if they are not."""
+    if not len(index) or index[-1] - index[0] + 1 != len(index):
+        return None
+    return slice(int(index[0]), int(index[-1]) + 1)

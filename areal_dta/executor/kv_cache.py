@@ -25,13 +25,57 @@ from areal_dta.executor.kernels import accumulation_dtype
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values, or their gradients."""
+Positions = slice | Tensor
+"""Where tokens lie: a slice where they lie together, else indices, each once."""
+
+
+def take(x: Tensor, at: Positions) -> Tensor:
+    """Return the tokens of [1, K, T, H] at some positions; a view for a slice."""
+    return x[:, :, at] if isinstance(at, slice) else x.index_select(2, at)
+
+
+def add_at(total: Tensor, at: Positions, part: Tensor) -> None:
+    """Add [1, K, n, H] to the tokens of ``total`` at some positions."""
+    if isinstance(at, slice):
+        total[:, :, at] += part
+    else:
+        total.index_add_(2, at, part)
+
+
+def trunk_part(x: Tensor, at: Positions, is_live: bool) -> Tensor:
+    """Return the trunk's part of a block's keys [1, K, S, H] or values.
+
+    The block's own tensor where that is all trunk, unless it would keep a larger one
+    alive, such as q, k and v in one.
+    """
+    if isinstance(at, slice) and at == slice(0, x.shape[2]):
+        is_own = x.untyped_storage().nbytes() == x.numel() * x.element_size()
+        if is_live or is_own:
+            return x
+    return take(x, at).clone() if isinstance(at, slice) else take(x, at)
+
+
+def spread(grad: Tensor, at: Positions, like: Tensor) -> Tensor:
+    """Return the gradient of a whole block from that of its trunk."""
+    if grad.shape == like.shape:
+        return grad
+    whole = torch.zeros_like(like)
+    if isinstance(at, slice):
+        whole[:, :, at] = grad
+        return whole
+    return whole.index_copy_(2, at, grad)
 
 
 class LayerPath:
-    """The path buffer of one layer. Tensors are allocated at the first write."""
+    """The path buffer of one layer. Tensors are allocated at the first write.
 
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
+    Args:
+        capacity: tokens of the longest path.
+        room: further tokens behind it, for the K/V of blocks (see `extended`).
+    """
+
+    def __init__(self, capacity: int, room: int) -> None:
+        self._capacity, self._room = capacity, room
         self._kv: list[Tensor] = []  # keys, values: [1, K, P, H]
         self._grads: list[Tensor] = []
 
@@ -39,13 +83,14 @@ class LayerPath:
         """Put k, v: [1, K, n, H] at depth [start, start + n); zero their gradients."""
         end = start + k.shape[2]
         if not self._kv:
-            self._kv = [self._empty(x, x.dtype) for x in (k, v)]
+            size = self._capacity + self._room
+            self._kv = [_empty(x, size, x.dtype) for x in (k, v)]
         for buffer, x in zip(self._kv, (k, v), strict=True):
             buffer[:, :, start:end] = x
         if with_grad:
             if not self._grads:
                 acc = accumulation_dtype(k.dtype)
-                self._grads = [self._empty(x, acc) for x in (k, v)]
+                self._grads = [_empty(x, self._capacity, acc) for x in (k, v)]
             for grad in self._grads:
                 grad[:, :, start:end] = 0
 
@@ -57,13 +102,10 @@ class LayerPath:
     def extended(self, start: int, end: int, k: Tensor, v: Tensor) -> Pair:
         """Return the path at depth [start, end) with the block's own k, v behind it.
 
-        Copies only the block where the buffer has room, which it has for all but the
-        deepest blocks. The block then lies behind the path until the next write there.
+        Copies only the block, which then lies behind the path until the next write.
         """
         below = end + k.shape[2]
-        if below > self._capacity:
-            path_k, path_v = self.read(start, end)
-            return torch.cat([path_k, k], 2), torch.cat([path_v, v], 2)
+        assert below <= self._capacity + self._room
         for buffer, x in zip(self._kv, (k, v), strict=True):
             buffer[:, :, end:below] = x
         return self.read(start, below)
@@ -78,16 +120,19 @@ class LayerPath:
         grad_k, grad_v = self._grads
         return grad_k[:, :, start:end], grad_v[:, :, start:end]
 
-    def _empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        shape = (1, like.shape[1], self._capacity, like.shape[3])
-        return torch.empty(shape, dtype=dtype, device=like.device)
+
+def _empty(like: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
+    shape = (1, like.shape[1], num_tokens, like.shape[3])
+    return torch.empty(shape, dtype=dtype, device=like.device)
 
 
 class PathCache:
     """The path buffers of all layers."""
 
-    def __init__(self, num_layers: int, capacity: int, with_grad: bool) -> None:
-        self.layers = [LayerPath(capacity) for _ in range(num_layers)]
+    def __init__(
+        self, num_layers: int, capacity: int, with_grad: bool, room: int = 0
+    ) -> None:
+        self.layers = [LayerPath(capacity, room) for _ in range(num_layers)]
         self.with_grad = with_grad
 
 
@@ -104,7 +149,8 @@ class TrunkCache:
     ) -> None:
         self._path, self._start = path, start
         self._k, self._v = k, v
-        self._loaded: Tensor | None = None  # trunk positions now in the path buffer
+        self._loaded: Positions | None = None  # trunk positions in the path buffer
+        self._num_loaded = 0
         self.grad_k: list[Tensor] = []
         self.grad_v: list[Tensor] = []
         if path.with_grad:
@@ -112,24 +158,24 @@ class TrunkCache:
             self.grad_k = [torch.zeros_like(x, dtype=acc) for x in k]
             self.grad_v = [torch.zeros_like(x, dtype=acc) for x in v]
 
-    def load(self, positions: Tensor) -> None:
-        """Make ``positions`` (trunk indices from the top down, [n]) the path's end."""
+    def load(self, positions: Positions, num_tokens: int) -> None:
+        """Make ``positions`` (trunk indices from the top down) the path's end."""
         self.unload()
         for layer, k, v in zip(self._path.layers, self._k, self._v, strict=True):
             layer.write(
                 self._start,
-                k.index_select(2, positions),
-                v.index_select(2, positions),
+                take(k, positions),
+                take(v, positions),
                 self._path.with_grad,
             )
-        self._loaded = positions
+        self._loaded, self._num_loaded = positions, num_tokens
 
     def unload(self) -> None:
         """Add the gradients of what was loaded to the accumulators."""
         if self._loaded is not None and self._path.with_grad:
-            end = self._start + len(self._loaded)
+            end = self._start + self._num_loaded
             for i, layer in enumerate(self._path.layers):
                 grad_k, grad_v = layer.gradients(self._start, end)
-                self.grad_k[i].index_add_(2, self._loaded, grad_k)
-                self.grad_v[i].index_add_(2, self._loaded, grad_v)
+                add_at(self.grad_k[i], self._loaded, grad_k)
+                add_at(self.grad_v[i], self._loaded, grad_v)
         self._loaded = None

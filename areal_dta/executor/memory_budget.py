@@ -35,8 +35,8 @@ from areal_dta.tree import PrefixTree
 # Larger blocks are no faster on a CPU (docs/log.md); a GPU needs more work per call.
 MAX_BLOCK_TOKENS = {"cpu": 512, "cuda": 4096}
 MIN_BLOCK_TOKENS = 32
-# Below this a GPU is slower than dense training. Where it is predicted not to fit, it is
-# tried all the same: predictions are upper bounds, and running out of memory is retried.
+# Below this a GPU is slower than dense training. Where it is predicted not to fit it is
+# tried all the same: predictions are upper bounds, and out of memory is retried.
 MIN_CHOSEN_BLOCK = {"cpu": MIN_BLOCK_TOKENS, "cuda": 512}
 _MEASURED_TOKENS = 128
 # The rest is for fragmentation and for whatever else runs: little on a GPU, much on a

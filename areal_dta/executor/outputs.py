@@ -19,7 +19,7 @@ Invariants, and the tests that hold them (tests/executor):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from areal_dta.executor.block_layout import BlockLayout, TreeTensors
+from areal_dta.executor.block_layout import BlockLayout
 from areal_dta.executor.config import ExecutorConfig
 from areal_dta.executor.fused_logprobs import (
     Labels,
@@ -62,9 +62,13 @@ class OutputHead(Protocol):
     def channels(self) -> tuple[Channel, ...]: ...
 
     def outputs(
-        self, call: ModelCall, layout: BlockLayout, tensors: TreeTensors
+        self, call: ModelCall, layout: BlockLayout, arrays: Mapping[str, Tensor]
     ) -> list[Tensor]:
-        """Run the block; return per channel [E] or [R], fp32 (fp64 for fp64)."""
+        """Run the block; return per channel [E] or [R], fp32 (fp64 for fp64).
+
+        Args:
+            arrays: `BlockLayout.arrays` on the device.
+        """
         ...
 
 
@@ -142,25 +146,19 @@ class LogprobHead:
         self.trains = True
 
     def outputs(
-        self, call: ModelCall, layout: BlockLayout, tensors: TreeTensors
+        self, call: ModelCall, layout: BlockLayout, arrays: Mapping[str, Tensor]
     ) -> list[Tensor]:
-        device, num_rows = tensors.tokens.device, len(layout.row_R)
-
-        def on_device(array: np.ndarray) -> Tensor:
-            return torch.from_numpy(array).to(device)
-
+        num_rows = len(layout.row_R)
         edges_before = np.searchsorted(layout.edge_row_E, np.arange(num_rows + 1))
         labels = Labels(
-            row_E=on_device(layout.edge_row_E),
-            label_E=tensors.tokens[on_device(layout.edge_token_E)],
+            row_E=arrays["edge_row"],
+            label_E=arrays["label"],
             edges_before_row=tuple(edges_before.tolist()),
         )
-        # A block may be there for its K/V alone: project one row, use none.
-        to_keep = on_device(layout.row_R) if num_rows else 1
         config, head = self._config, self.capture.head
         if head is not None:
-            with self.capture.bypassed():
-                hidden = self.capture.take(call(logits_to_keep=to_keep))
+            with self.capture.bypassed():  # all hidden states: they exist anyway
+                hidden = self.capture.take(call(logits_to_keep=0))
             if hidden is not None:
                 weight: Tensor = head.weight
                 bias: Tensor | None = head.bias
@@ -168,7 +166,7 @@ class LogprobHead:
                     weight = weight.detach()
                     bias = None if bias is None else bias.detach()
                 logprobs_and_entropy = fused_token_logprobs(
-                    hidden[0, :num_rows],
+                    _rows(hidden[0], layout, arrays),
                     weight,
                     bias,
                     labels,
@@ -176,6 +174,8 @@ class LogprobHead:
                     config.logit_chunk_elements,
                 )
                 return list(logprobs_and_entropy)
+        # A block may be there for its K/V alone: project one row, use none.
+        to_keep = arrays["row"] if num_rows else 1
         logits_RV = call(logits_to_keep=to_keep)[0, :num_rows]
         return list(token_logprobs(logits_RV, labels, config.temperature))
 
@@ -188,7 +188,7 @@ class ValueHead:
     trains = True
 
     def outputs(
-        self, call: ModelCall, layout: BlockLayout, tensors: TreeTensors
+        self, call: ModelCall, layout: BlockLayout, arrays: Mapping[str, Tensor]
     ) -> list[Tensor]:
         values_S1 = call()[0]
         if values_S1.shape[-1] != 1:
@@ -196,9 +196,17 @@ class ValueHead:
                 f"the model gives {values_S1.shape[-1]} scalars per token; expected "
                 "one: a token-classification model with num_labels=1"
             )
-        row_R = torch.from_numpy(layout.row_R).to(values_S1.device)
         acc = accumulation_dtype(values_S1.dtype)
-        return [values_S1[row_R, 0].to(acc)]
+        return [_rows(values_S1[:, 0], layout, arrays).to(acc)]
+
+
+def _rows(x_S: Tensor, layout: BlockLayout, arrays: Mapping[str, Tensor]) -> Tensor:
+    """Select the rows of [S, ...]. They are unique: ``index_select`` knows that its
+    backward only adds, where that of ``x[rows]`` would sort them."""
+    num_rows = len(layout.row_R)
+    if num_rows in (0, len(x_S)):
+        return x_S[:num_rows]
+    return x_S.index_select(0, arrays["row"])
 
 
 def make_head(kind: str, model: PreTrainedModel, config: ExecutorConfig) -> OutputHead:

@@ -8,13 +8,16 @@ Invariants, and the tests that hold them (tests/executor):
   * a loss reaches each sequence exactly once: test_parity.py
   * a gradient at an output that was not computed raises: test_needed_outputs.py
   * graphs and K/V are gone after the exit: test_memory.py
+  * on a GPU the host waits for nothing, and copies at most twice per tree: all index
+    arrays before the first block, and the weights of a router: test_cuda_calls.py
 """
 
 # T = tree tokens, E = edges, R = rows
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,15 +25,35 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_dta.executor.attention import LayerAttention
-from areal_dta.executor.block import BlockOutput, BlockRunner, BlockWatch, Pace
-from areal_dta.executor.block_layout import TreeTensors
+from areal_dta.executor.block import (
+    BlockOutput,
+    BlockRunner,
+    BlockWatch,
+    Pace,
+    block_arrays,
+)
+from areal_dta.executor.block_layout import (
+    BlockLayout,
+    TreeTokens,
+    as_slice,
+    lay_out,
+)
 from areal_dta.executor.config import ExecutorConfig
-from areal_dta.executor.kernels import accumulation_dtype
-from areal_dta.executor.kv_cache import PathCache, TrunkCache
+from areal_dta.executor.kernels import KERNELS, accumulation_dtype
+from areal_dta.executor.kernels.upload import upload
+from areal_dta.executor.kv_cache import (
+    PathCache,
+    Positions,
+    TrunkCache,
+    spread,
+    trunk_part,
+)
 from areal_dta.executor.outputs import Channel, OutputHead
 from areal_dta.executor.telemetry import RouterLoad
-from areal_dta.schedule import Fragment, Schedule, Step
+from areal_dta.schedule import Fragment, Schedule, Step, StepKind
 from areal_dta.tree import PrefixTree
+
+_StepKey = tuple[StepKind, int]
 
 GroupLoss = Callable[..., Tensor]
 """(indices, one list of tensors per channel) -> scalar tensor, the loss of some
@@ -54,37 +77,30 @@ class ChannelState:
         self.has_grad = False
         self._is_needed_T, self._needs_all = is_needed_T, needs_all
 
-    def inject(self, sequence: int, token_indices: Tensor, grad: Tensor) -> None:
-        """Add the gradient of a sequence's loss.
-
-        Raises:
-            ValueError: it is not zero at an output that was skipped.
-        """
+    def inject(self, token_indices: Tensor, grad: Tensor) -> None:
+        """Add the gradient of a sequence's loss."""
         index = token_indices[self.channel.span]
-        if not self._needs_all:
-            wrong = torch.nonzero(~self._is_needed_T[index] & (grad != 0)).flatten()
-            if len(wrong):
-                raise ValueError(
-                    f"the loss of sequence {sequence} has a gradient at skipped "
-                    f"positions {wrong[:5].tolist()} of {self.channel.name}; expected "
-                    "none: pass positions that cover what the loss reads "
-                    "(positions=all in the configuration)"
-                )
         self.grad_T.index_add_(0, index, grad.to(self.grad_T.dtype))
         self.has_grad = True
+
+    @property
+    def is_wrong_T(self) -> Tensor | None:
+        """Where an output that was skipped has a gradient; None: nowhere."""
+        if self._needs_all or not self.has_grad:
+            return None
+        return ~self._is_needed_T & (self.grad_T != 0)
 
 
 class _OpenFragment:
     """A fragment between its enter and its exit."""
 
     def __init__(
-        self, block: BlockOutput | None, trunk: TrunkCache, trunk_at: dict[int, int]
+        self, block: BlockOutput | None, trunk: TrunkCache, num_tokens: int
     ) -> None:
+        self.num_tokens = num_tokens
         self.block = block
         """Its live graph; None if it is run again at exit."""
         self.trunk = trunk
-        self.trunk_at = trunk_at
-        """Segment -> its first position in the trunk."""
         self.attached = -1
         """The segment at which the loaded path ends."""
 
@@ -117,42 +133,109 @@ class Traversal:
         self._cut = cut = schedule.cut
         parameter = next(model.parameters())
         self._device = parameter.device
-        num_layers = model.config.get_text_config().num_hidden_layers
-        capacity = max((f.path_tokens for f in cut.fragments), default=0)
-        self._path = PathCache(num_layers, capacity, with_grad=schedule.training)
         self.router_load = RouterLoad(model, tree) if config.router_load else None
         self._watch = watch or self.router_load
-        tensors = TreeTensors.of(tree, cut, self._device)
-        self._runner = BlockRunner(
-            model, head, tensors, self._path, config.kernel, layers or {}, self._watch
-        )
         self._open: list[_OpenFragment] = []
+
+        # The path, with room behind it for kernels that read path and block at once.
+        num_layers = model.config.get_text_config().num_hidden_layers
+        capacity = max((f.path_tokens for f in cut.fragments), default=0)
+        deepest = max((f.path_tokens + f.num_tokens for f in cut.fragments), default=0)
+        kernel = KERNELS.get(config.kernel)
+        joins = self._device.type == "cuda" or (kernel and kernel.joins_chains)
+        room = deepest - capacity if joins else 0
+        path = PathCache(num_layers, capacity, schedule.training, room)
+        self._runner = BlockRunner(
+            model, head, path, config.kernel, layers or {}, self._watch
+        )
+        self._path = path
+
+        # All index arrays, in one copy to the device.
         needed, dtype = cut.needed, accumulation_dtype(parameter.dtype)
+        self._layouts: dict[_StepKey, BlockLayout] = {}
+        self._slices: dict[Hashable, slice] = {}
+        arrays = self._collect(layers or {})
+        for channel in head.channels:
+            is_needed = needed.edge_T if channel.on_edges else needed.output_T
+            arrays["needed", channel.name] = is_needed
+        uploaded = upload(arrays, self._device)
+        self._arrays: dict[Hashable, dict[Any, Tensor]] = {}
+        for (group, name), tensor in uploaded.items():
+            self._arrays.setdefault(group, {})[name] = tensor
         self.channels = [
             ChannelState(
-                channel,
-                self._on_device(needed.edge_T if channel.on_edges else needed.output_T),
-                needed.is_all,
-                dtype,
+                channel, self._arrays["needed"][channel.name], needed.is_all, dtype
             )
             for channel in head.channels
         ]
-        self.total_loss = 0.0
+        self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
+
+    def _collect(
+        self, layers: Mapping[int, LayerAttention]
+    ) -> dict[tuple[Hashable, Any], np.ndarray]:
+        """Lay out all blocks; return the arrays to upload, by group and name."""
+        cut, tokens = self._cut, TreeTokens.of(self._tree, self._schedule.cut)
+        arrays: dict[tuple[Hashable, Any], np.ndarray] = {}
+
+        def add_positions(group: Hashable, name: Any, positions: np.ndarray) -> None:
+            found = as_slice(positions)
+            if found is not None:
+                self._slices[group, name] = found
+            else:
+                arrays[group, name] = positions
+
+        # Blocks, and where the trunk lies in each.
+        for step in self._schedule.steps:
+            if not step.computes:
+                continue
+            fragment, key = cut.fragments[step.fragment], (step.kind, step.fragment)
+            self._layouts[key] = layout = lay_out(tokens, step.computes)
+            for name, array in block_arrays(
+                layout, tokens, fragment.path_tokens, layers
+            ).items():
+                arrays[key, name] = array
+            if fragment.children:
+                pieces = [
+                    layout.offsets[s] + np.arange(cut.segments[s].num_tokens)
+                    for s in fragment.trunk
+                ]
+                add_positions(key, "trunk", np.concatenate(pieces))
+        # Where the path of a fragment lies in the trunk of its parent.
+        for fragment in cut.fragments:
+            if fragment.parent < 0:
+                continue
+            starts: dict[int, int] = {}
+            size = 0
+            for s in cut.fragments[fragment.parent].trunk:
+                starts[s] = size
+                size += cut.segments[s].num_tokens
+            pieces = [
+                starts[s] + np.arange(cut.segments[s].num_tokens)
+                for s in cut.chain(fragment.attach, fragment.parent)
+            ]
+            add_positions("path", fragment.attach, np.concatenate(pieces))
+        # Sequences.
+        for sequence in range(self._tree.num_sequences):
+            arrays["sequence", sequence] = self._tree.token_indices(sequence)
+        return arrays
+
+    def _positions(self, group: Hashable, name: Any) -> Positions:
+        found = self._slices.get((group, name))
+        return found if found is not None else self._arrays[group][name]
 
     def enter(self, step: Step) -> None:
         """Run a fragment that others hang on; keep the K/V of its trunk."""
         fragment = self._cut.fragments[step.fragment]
         self._attach(fragment)
         block = self._run(fragment, step, keep_kv=True)
-        trunk_at, positions = self._trunk_positions(fragment, block)
-        trunk = TrunkCache(
-            self._path,
-            fragment.path_tokens,
-            [k.detach().index_select(2, positions) for k in block.keys],
-            [v.detach().index_select(2, positions) for v in block.values],
+        at = self._positions((step.kind, step.fragment), "trunk")
+        k, v = (
+            [trunk_part(x.detach(), at, step.with_grad) for x in of_layers]
+            for of_layers in (block.keys, block.values)
         )
+        trunk = TrunkCache(self._path, fragment.path_tokens, k, v)
         live = block if step.with_grad else None
-        self._open.append(_OpenFragment(live, trunk, trunk_at))
+        self._open.append(_OpenFragment(live, trunk, step.num_tokens))
 
     def exit(self, step: Step) -> None:
         """Take a fragment backward with all that its branches injected; drop it."""
@@ -171,7 +254,8 @@ class Traversal:
         assert block is not None
         if self._loss is not None and fragment.sequences:
             self.inject(self._loss, list(fragment.sequences))
-        self._backward(fragment, block, opened)
+        kind = StepKind.EXIT if step.computes else StepKind.ENTER
+        self._backward((kind, step.fragment), block, opened)
 
     def finish(self) -> None:
         """Evaluate the losses of sequences of which nothing is computed."""
@@ -188,7 +272,7 @@ class Traversal:
         """Evaluate a loss on detached values and file its gradients."""
         leaves = [[x.requires_grad_() for x in self.outputs(s)] for s in sequences]
         value = as_scalar(loss(sequences, *map(list, zip(*leaves, strict=True))))
-        self.total_loss += float(value.detach())
+        self._loss_sum += value.detach()
         if not value.requires_grad:  # a constant: nothing to learn from
             return
         flat = [leaf for of_sequence in leaves for leaf in of_sequence]
@@ -198,55 +282,72 @@ class Traversal:
             for channel in self.channels:
                 grad = next(grads)
                 if grad is not None:
-                    channel.inject(sequence, index, grad)
+                    channel.inject(index, grad)
 
-    def _on_device(self, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(self._device)
+    def read_loss(self) -> float:
+        """Return the sum of all losses. Waits for the device: call it once, at the end.
+
+        Raises:
+            ValueError: a loss has a gradient at an output that was skipped.
+        """
+        wrong = [(c.channel, c.is_wrong_T) for c in self.channels]
+        found = [(channel, x_T) for channel, x_T in wrong if x_T is not None]
+        flags = [x_T.any().to(self._loss_sum.dtype) for _, x_T in found]
+        total, *are_wrong = torch.stack([self._loss_sum, *flags]).tolist()
+        for (channel, is_wrong_T), is_wrong in zip(found, are_wrong, strict=True):
+            if is_wrong:
+                self._refuse_gradient(channel, is_wrong_T)
+        return float(total)
+
+    @property
+    def num_retained(self) -> int:
+        """Tokens whose graphs are kept for their exit."""
+        return sum(o.num_tokens for o in self._open if o.block is not None)
+
+    def _refuse_gradient(self, channel: Channel, is_wrong_T: Tensor) -> None:
+        for sequence in range(self._tree.num_sequences):
+            index = self._token_indices(sequence)[channel.span]
+            if len(at := torch.nonzero(is_wrong_T[index]).flatten()):
+                raise ValueError(
+                    f"the loss of sequence {sequence} has a gradient at skipped "
+                    f"positions {at[:5].tolist()} of {channel.name}; expected "
+                    "none: pass positions that cover what the loss reads "
+                    "(positions=all in the configuration)"
+                )
 
     def _token_indices(self, sequence: int) -> Tensor:
-        return self._on_device(self._tree.token_indices(sequence))
+        return self._arrays["sequence"][sequence]
 
     def _attach(self, fragment: Fragment) -> None:
         """Make the path buffer end at the segment that ``fragment`` hangs on."""
         if not self._open or self._open[-1].attached == fragment.attach:
             return
         parent = self._open[-1]
-        positions = [
-            parent.trunk_at[s] + np.arange(self._cut.segments[s].num_tokens)
-            for s in self._cut.chain(fragment.attach, fragment.parent)
-        ]
-        parent.trunk.load(self._on_device(np.concatenate(positions)))
+        positions = self._positions("path", fragment.attach)
+        num_tokens = (
+            fragment.path_tokens - self._cut.fragments[fragment.parent].path_tokens
+        )
+        parent.trunk.load(positions, num_tokens)
         parent.attached = fragment.attach
-
-    def _trunk_positions(
-        self, fragment: Fragment, block: BlockOutput
-    ) -> tuple[dict[int, int], Tensor]:
-        """Where each trunk segment lies in the trunk, and the trunk in the block."""
-        trunk_at: dict[int, int] = {}
-        positions: list[np.ndarray] = []
-        size = 0
-        for s in fragment.trunk:
-            num_tokens = self._cut.segments[s].num_tokens
-            trunk_at[s] = size
-            positions.append(block.layout.offsets[s] + np.arange(num_tokens))
-            size += num_tokens
-        return trunk_at, self._on_device(np.concatenate(positions))
 
     def _run(self, fragment: Fragment, step: Step, keep_kv: bool) -> BlockOutput:
         with torch.set_grad_enabled(step.with_grad), self._pace.forward():
-            block = self._runner.run(fragment.path_tokens, step.computes, keep_kv)
+            block = self._runner.run(
+                fragment.path_tokens,
+                self._layouts.pop((step.kind, step.fragment)),
+                self._arrays[step.kind, step.fragment],
+                keep_kv,
+            )
         for channel, output in zip(self.channels, block.outputs, strict=True):
             channel.value_T[self._filed_under(channel, block)] = output.detach()
         return block
 
     def _filed_under(self, channel: ChannelState, block: BlockOutput) -> Tensor:
-        layout = block.layout
-        if channel.channel.on_edges:
-            return self._on_device(layout.edge_token_E)
-        return self._on_device(layout.token_S[layout.row_R])
+        on_edges = channel.channel.on_edges
+        return block.arrays["edge_token" if on_edges else "row_token"]
 
     def _backward(
-        self, fragment: Fragment, block: BlockOutput, opened: _OpenFragment | None
+        self, key: _StepKey, block: BlockOutput, opened: _OpenFragment | None
     ) -> None:
         roots: list[Tensor] = []
         grads: list[Tensor] = []
@@ -258,7 +359,7 @@ class Traversal:
                 grads.append(channel.grad_T[self._filed_under(channel, block)])
         # Gradients that the branches sent to keys and values of the trunk.
         if opened is not None:
-            _, positions = self._trunk_positions(fragment, block)
+            positions = self._positions(key, "trunk")
             kv = [*block.keys, *block.values]
             kv_grads = [*opened.trunk.grad_k, *opened.trunk.grad_v]
             for root, grad in zip(kv, kv_grads, strict=True):
@@ -266,8 +367,7 @@ class Traversal:
                 if not root.requires_grad:
                     continue
                 roots.append(root)
-                spread = torch.zeros_like(root)
-                grads.append(spread.index_copy_(2, positions, grad.to(root.dtype)))
+                grads.append(spread(grad.to(root.dtype), positions, root))
         inputs = self._watch.inputs if self._watch is not None else None
         self._pace.backward(roots, grads, inputs)
 

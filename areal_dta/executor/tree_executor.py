@@ -79,6 +79,8 @@ class TreeExecutor:
         self.last_samples: list[BlockSample] = []
         """Seconds of each block of the last call, of both passes if it took two; empty
         where a block waits for other ranks."""
+        self.retained_at_failure: int | None = None
+        """Tokens whose graphs were retained when the last call failed."""
         check_model_supported(model, training=False)
         self._head = make_head(outputs, model, self.config)
         self.layers: dict[int, LayerAttention] = {}
@@ -145,7 +147,7 @@ class TreeExecutor:
         self.last_samples = []
         needed = self._needed(tree, positions)
         if scope == "sequence":
-            return self._traverse(tree, needed, True, group_loss).total_loss
+            return self._traverse(tree, needed, True, group_loss).read_loss()
         if scope != "batch":
             raise ValueError(f"scope={scope!r}; expected sequence or batch")
         # One pass for the outputs, the loss on all of them, one pass for its gradients.
@@ -154,7 +156,7 @@ class TreeExecutor:
             with torch.enable_grad():
                 first.inject(group_loss, list(range(tree.num_sequences)))
         self._traverse(tree, needed, training=True, injected=first)
-        return first.total_loss
+        return first.read_loss()
 
     def traverse(
         self, tree: PrefixTree, sequence_loss: Callable[..., Tensor], watch: BlockWatch
@@ -218,12 +220,7 @@ class TreeExecutor:
                     model_attention(self.model),
                     self.pace.traversal(schedule, self._idle_call),
                 ):
-                    for step in schedule.steps:
-                        with timer.step():
-                            if step.kind is StepKind.ENTER:
-                                traversal.enter(step)
-                            else:
-                                traversal.exit(step)
+                    self._walk(traversal, timer, schedule)
             traversal.finish()
         if not self.pace.waits_for_others:
             self.last_samples += timer.samples(tree, schedule)
@@ -233,6 +230,20 @@ class TreeExecutor:
             load = traversal.router_load.counts
             self.last_stats = dataclasses.replace(self.last_stats, expert_load=load)
         return traversal
+
+    def _walk(
+        self, traversal: Traversal, timer: BlockTimer, schedule: Schedule
+    ) -> None:
+        try:
+            for step in schedule.steps:
+                with timer.step():
+                    if step.kind is StepKind.ENTER:
+                        traversal.enter(step)
+                    else:
+                        traversal.exit(step)
+        except Exception:
+            self.retained_at_failure = traversal.num_retained
+            raise
 
     def _needed(self, tree: PrefixTree, positions: Positions | None) -> NeededOutputs:
         if self.outputs == "values":

@@ -43,6 +43,8 @@ class OnAnyDevice(FlashCudaKernel):
         visible = torch.ones(num_queries, len(k), dtype=torch.bool)
         if lengths.is_causal:
             visible = visible.tril(len(k) - num_queries)
+        if lengths.window is not None:
+            visible = visible.triu(len(k) - num_queries - lengths.window + 1)
         return Term(batched(k), batched(v), Mask(visible=visible), Scoring(scale))
 
     def attend(self, q, k, v, lengths, scale):
@@ -144,13 +146,18 @@ def test_the_operators_of_this_pytorch_take_our_arguments():
     q, k, v, grad = (
         x[0].transpose(0, 1).to("meta") for x in tensors(50, 120, torch.bfloat16)
     )
-    lengths = Lengths.of([(0, 20), (20, 50)], [(0, 70), (70, 120)], True, q.device)
+    ends = [
+        torch.tensor(x, dtype=torch.int32, device="meta")
+        for x in ([0, 20, 50], [0, 70, 120])
+    ]
     kernel = KERNELS["flash_cuda"]
-    out, lse = kernel.attend(q, k, v, lengths, 0.3)
-    assert out.shape == q.shape and lse.shape == (HEADS, 50)
-    assert lse.dtype == torch.float32
-    grads = kernel.attend_backward(grad, q, k, v, out, lse, lengths, 0.3)
-    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+    for window in (None, 9):
+        lengths = Lengths(*ends, 30, 70, is_causal=True, window=window)
+        out, lse = kernel.attend(q, k, v, lengths, 0.3)
+        assert out.shape == q.shape and lse.shape == (HEADS, 50)
+        assert lse.dtype == torch.float32
+        grads = kernel.attend_backward(grad, q, k, v, out, lse, lengths, 0.3)
+        assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
 
 
 @pytest.mark.gpu

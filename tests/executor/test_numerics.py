@@ -100,7 +100,7 @@ def test_accumulators_of_a_path_lose_nothing(dtype):
     path = PathCache(num_layers=1, capacity=1, with_grad=True)
     k = torch.zeros(1, 1, 1, 2, dtype=dtype)
     trunk = TrunkCache(path, 0, [k], [k])
-    trunk.load(torch.tensor([0]))
+    trunk.load(torch.tensor([0]), 1)
     small = torch.full_like(k, 2**-9)  # 1 + 2**-9 is 1 in bf16
     path.layers[0].add_gradients(0, torch.ones_like(k), torch.ones_like(k))
     for _ in range(512):

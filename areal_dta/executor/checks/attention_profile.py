@@ -118,6 +118,7 @@ def profile_attention(
             path=PathCache(num_layers, 0, with_grad=False),
             path_tokens=0,
             depth_S=depth_S,
+            depths=(0, _NUM_TOKENS - 1),
             mask=Mask(visible=seen.tril()),
             kernel_name="masked_softmax",
             keep_kv=False,

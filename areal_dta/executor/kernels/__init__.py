@@ -37,7 +37,7 @@ KERNELS: dict[str, AttentionKernel] = {
 
 
 def select_kernel(
-    name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring, path_mask: Mask
+    name: str, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring
 ) -> AttentionKernel:
     """Return the kernel called ``name``, or for ``auto`` the first that can serve.
 
@@ -46,10 +46,6 @@ def select_kernel(
     """
     if name != "auto" and name not in KERNELS:
         raise ValueError(f"kernel={name!r}; expected auto or one of {sorted(KERNELS)}")
-    if path_mask.matrix is not None:
-        # With a sliding window a query may see nothing of the path, which flash
-        # kernels do not take.
-        return KERNELS[MaskedSoftmaxKernel.name]
     if name == "auto":
         candidates = iter(KERNELS.values())
         return next(c for c in candidates if c.supports(q, k, v, scoring))

@@ -12,6 +12,7 @@ Masks are bounded by block x (path + block); most terms need none.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -33,13 +34,22 @@ class Mask:
         shape: the keys are the block's own. For chains, path tokens may come before
             them, which all queries see.
         visible: bool [S, T], True where a query sees a key.
+        window: with a chain: queries see so many tokens, themselves included.
+        arrays: on the device, by (number of keys, name), what kernels would otherwise
+            have to copy there.
     """
 
     def __init__(
-        self, shape: BlockShape | None = None, visible: Tensor | None = None
+        self,
+        shape: BlockShape | None = None,
+        visible: Tensor | None = None,
+        window: int | None = None,
+        arrays: Mapping[tuple[int, str], Tensor] | None = None,
     ) -> None:
         assert shape is None or visible is None
-        self.shape, self.matrix = shape, visible
+        assert window is None or (shape is not None and shape.is_chain)
+        self.shape, self.matrix, self.window = shape, visible, window
+        self.arrays = arrays or {}
         self.cache: dict[object, object] = {}
 
     def visible(self, num_keys: int, device: torch.device) -> Tensor | None:
@@ -48,10 +58,21 @@ class Mask:
             return self.matrix
         num_above = num_keys - self.shape.num_tokens
         if num_above not in self.cache:
-            own = torch.from_numpy(self.shape.visible).to(device)
+            num_own = self.shape.num_tokens
+            last_T = self.arrays.get((num_own, "last"))
+            if last_T is None:
+                last_T = torch.from_numpy(self.shape.last_S).to(device)
+            # A query sees what comes before it and whose subtree has not ended.
+            at_T = torch.arange(num_own, device=device)
+            at_S1 = at_T[:, None]
+            own = (at_T <= at_S1) & (at_S1 < last_T)
             assert num_above == 0 or self.shape.is_chain
-            above = own.new_ones(len(own), num_above)
-            self.cache[num_above] = torch.cat([above, own], 1)
+            above = own.new_ones(num_own, num_above)
+            visible = torch.cat([above, own], 1)
+            if self.window is not None:
+                at_keys = torch.arange(num_keys, device=device)
+                visible &= at_S1 + num_above - at_keys < self.window
+            self.cache[num_above] = visible
         found = self.cache[num_above]
         assert isinstance(found, Tensor)
         return found
@@ -85,7 +106,8 @@ class AttentionKernel(Protocol):
     def supports(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> bool: ...
 
     def forward(self, q: Tensor, term: Term) -> tuple[Tensor, Tensor]:
-        """Return out and lse of this term alone."""
+        """Return out and lse of this term alone; out may be in the accumulation dtype,
+        where it is put together from several calls."""
         ...
 
     def backward(
@@ -105,7 +127,8 @@ def merge(
 ) -> tuple[Tensor, Tensor]:
     """Average two terms over the same queries, weighted by exp(lse).
 
-    Computed in fp32, because flash kernels round each term to the compute dtype.
+    Computed and returned in fp32 (fp64 for fp64): every rounding to half precision in
+    between would add an error as large as that of one whole attention.
     """
     acc = accumulation_dtype(out.dtype)
     merged = torch.logaddexp(lse, other_lse)
@@ -113,4 +136,4 @@ def merge(
     other_weight = torch.exp(other_lse - merged).unsqueeze(-1)
     total = out.to(acc) * weight
     total.addcmul_(other_out.to(acc), other_weight)
-    return total.to(out.dtype), merged
+    return total, merged

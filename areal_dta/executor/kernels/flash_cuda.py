@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from areal_dta.executor.block_layout import Level, Range
+from areal_dta.executor.block_layout import BlockShape, Range
 from areal_dta.executor.kernels.base import (
     Gradients,
     Mask,
@@ -44,22 +45,15 @@ class Lengths:
     max_k: int
     is_causal: bool
     """Bottom-right aligned."""
+    window: int | None = None
+    """Under causal attention: a query sees the last so many keys; None: all."""
 
-    @classmethod
-    def of(
-        cls,
-        queries: Sequence[Range],
-        keys: Sequence[Range],
-        is_causal: bool,
-        device: torch.device,
-    ) -> Lengths:
-        q, k = ([end - start for start, end in ranges] for ranges in (queries, keys))
-
-        def cumulative(lengths: list[int]) -> Tensor:
-            ends = np.cumsum([0, *lengths], dtype=np.int32)
-            return torch.from_numpy(ends).to(device)
-
-        return cls(cumulative(q), cumulative(k), max(q), max(k), is_causal)
+    @property
+    def options(self) -> dict[str, int]:
+        """Keyword arguments of PyTorch's operators."""
+        if self.window is None:
+            return {}
+        return {"window_size_left": self.window - 1, "window_size_right": 0}
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -73,10 +67,10 @@ class _Call:
     """One more call of the operator, on some of the queries and keys."""
 
     lengths: Lengths
-    rows: Tensor
-    """int64, positions among the queries."""
-    columns: Tensor
-    """int64, positions among the keys."""
+    rows: Tensor | slice
+    """Positions among the queries; int64 where they are not one range."""
+    columns: Tensor | slice
+    """Positions among the keys."""
 
 
 class FlashCudaKernel:
@@ -102,6 +96,8 @@ class FlashCudaKernel:
         scale = term.scoring.scale
         first, more = _calls(term.mask, len(q), len(k), q.device)
         out, lse = self.attend(q, k, v, first, scale)
+        if more:  # rounded once, when all calls have been merged
+            out = out.to(accumulation_dtype(q.dtype))
         for call in more:
             rows, columns = call.rows, call.columns
             part, part_lse = self.attend(
@@ -136,9 +132,9 @@ class FlashCudaKernel:
                     call.lengths,
                     scale,
                 )
-                grad_q.index_add_(0, rows, part[0].to(acc))
-                grad_k.index_add_(0, columns, part[1].to(acc))
-                grad_v.index_add_(0, columns, part[2].to(acc))
+                _add_at(grad_q, rows, part[0].to(acc))
+                _add_at(grad_k, columns, part[1].to(acc))
+                _add_at(grad_v, columns, part[2].to(acc))
             grads = grad_q.to(q.dtype), grad_k, grad_v
         grad_q, grad_k, grad_v = (grad.transpose(0, 1)[None] for grad in grads)
         return grad_q, grad_k, grad_v
@@ -148,7 +144,13 @@ class FlashCudaKernel:
     ) -> tuple[Tensor, Tensor]:
         """Call the operator. q: [S, N, H]; k, v: [T, K, H]; lse: [N, S], fp32."""
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *lengths.arguments, return_debug_mask=False, scale=scale
+            q,
+            k,
+            v,
+            *lengths.arguments,
+            return_debug_mask=False,
+            scale=scale,
+            **lengths.options,
         )
         return out, lse
 
@@ -168,9 +170,41 @@ class FlashCudaKernel:
         unused = torch.empty(0, device=q.device)
         saved = (grad_out, q, k, v, out, lse.contiguous())
         grads: Gradients = torch.ops.aten._flash_attention_backward(
-            *saved, *lengths.arguments, state, unused, scale=scale
+            *saved,
+            *lengths.arguments,
+            state,
+            unused,
+            scale=scale,
+            **lengths.options,
         )
         return grads
+
+
+def call_arrays(
+    shape: BlockShape | None, num_queries: int, num_keys: int
+) -> dict[tuple[int, str], np.ndarray]:
+    """Return what the calls of a term need on the device, by (keys, name): cumulative
+    lengths (q, k), and per level positions that are not one range (rows, columns).
+
+    Args:
+        shape: of the block if the keys are its own; None for the path.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    if shape is None or shape.is_chain:
+        arrays = {
+            "q": _cumulative([(0, num_queries)]),
+            "k": _cumulative([(0, num_keys)]),
+        }
+    else:
+        arrays = dict.fromkeys("qk", _cumulative(shape.run_ranges))
+        for n, level in enumerate(shape.levels):
+            arrays |= {f"q{n}": _cumulative(level.queries)}
+            arrays |= {f"k{n}": _cumulative(level.keys)}
+            for name, ranges in (("rows", level.queries), ("columns", level.keys)):
+                if _one_range(ranges) is None:
+                    positions = [np.arange(*r) for r in ranges]
+                    arrays[f"{name}{n}"] = np.concatenate(positions)
+    return {(num_keys, name): array for name, array in arrays.items()}
 
 
 def _calls(
@@ -180,25 +214,58 @@ def _calls(
     assert mask.matrix is None, "matrices go to the masked-softmax kernel"
     key = ("calls", num_keys)
     if key not in mask.cache:
-        shape = mask.shape
-        if shape is None or shape.is_chain:
-            whole = [(0, num_queries)], [(0, num_keys)]
-            mask.cache[key] = Lengths.of(*whole, shape is not None, device), []
-        else:
-            runs = shape.run_ranges
-            more = [_level_call(level, device) for level in shape.levels]
-            mask.cache[key] = Lengths.of(runs, runs, True, device), more
+        mask.cache[key] = _make_calls(mask, num_queries, num_keys, device)
     found: Any = mask.cache[key]
     return found
 
 
-def _level_call(level: Level, device: torch.device) -> _Call:
-    rows, columns = (
-        torch.from_numpy(np.concatenate([np.arange(*r) for r in ranges])).to(device)
-        for ranges in (level.queries, level.keys)
-    )
-    lengths = Lengths.of(level.queries, level.keys, False, device)
-    return _Call(lengths, rows, columns)
+def _make_calls(
+    mask: Mask, num_queries: int, num_keys: int, device: torch.device
+) -> tuple[Lengths, list[_Call]]:
+    shape, arrays = mask.shape, mask.arrays
+    if (num_keys, "q") not in arrays:
+        made = call_arrays(shape, num_queries, num_keys)
+        arrays = {k: torch.from_numpy(array).to(device) for k, array in made.items()}
+    q, k = arrays[num_keys, "q"], arrays[num_keys, "k"]
+    if shape is None or shape.is_chain:
+        is_causal = shape is not None
+        return Lengths(q, k, num_queries, num_keys, is_causal, mask.window), []
+    longest = _longest(shape.run_ranges)
+    more = []
+    for n, level in enumerate(shape.levels):
+        lengths = Lengths(
+            arrays[num_keys, f"q{n}"],
+            arrays[num_keys, f"k{n}"],
+            _longest(level.queries),
+            _longest(level.keys),
+            is_causal=False,
+        )
+        rows = _one_range(level.queries) or arrays[num_keys, f"rows{n}"]
+        columns = _one_range(level.keys) or arrays[num_keys, f"columns{n}"]
+        more.append(_Call(lengths, rows, columns))
+    return Lengths(q, k, longest, longest, True), more
+
+
+def _cumulative(ranges: Sequence[Range]) -> np.ndarray:
+    return np.cumsum([0, *(end - start for start, end in ranges)], dtype=np.int32)
+
+
+def _longest(ranges: Sequence[Range]) -> int:
+    return max(end - start for start, end in ranges)
+
+
+def _one_range(ranges: Sequence[Range]) -> slice | None:
+    """Return ascending ranges as one slice if no gap lies between them."""
+    if any(a[1] != b[0] for a, b in pairwise(ranges)):
+        return None
+    return slice(ranges[0][0], ranges[-1][1])
+
+
+def _add_at(total: Tensor, at: Tensor | slice, part: Tensor) -> None:
+    if isinstance(at, slice):
+        total[at] += part
+    else:
+        total.index_add_(0, at, part)
 
 
 def _packed(x_1NSH: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from areal_dta.executor.kernels.base import Gradients, Scoring, Term, accumulation_dtype
 
-
 MAX_SCORES = 2**26
 """Maximum number of scores held at a time (256 MiB in fp32): queries are taken in
 slices, so that a long path costs time and not memory."""
@@ -39,7 +38,7 @@ class MaskedSoftmaxKernel:
                 _grouped(q[:, :, rows].to(acc), term), k_KTH, term, rows
             )
             lse_KGS = scores_KGST.logsumexp(-1)
-            # A query may see nothing here (a window that ends below the path): weight 0.
+            # A query may see nothing here (a window that ends below the path).
             weights_KGST = torch.exp(scores_KGST - lse_KGS.unsqueeze(-1))
             weights_KGST = weights_KGST.nan_to_num_(nan=0.0)
             out = torch.einsum("kgst,kth->kgsh", weights_KGST, v_KTH)

@@ -1,0 +1,48 @@
+"""Arrays of the host, moved to a device together.
+
+A copy from pageable memory makes the host wait until the device has done everything
+before it. So the index arrays of a whole tree, and the tensors of a loss call, are laid
+end to end in one pinned buffer, which is copied once without waiting; what is handed
+out are views of the copy (tests/executor/test_upload.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+KeyT = TypeVar("KeyT", bound=Hashable)
+
+_ALIGNMENT = 16  # bytes; vector loads of any dtype
+
+
+def upload(
+    arrays: Mapping[KeyT, np.ndarray], device: torch.device
+) -> dict[KeyT, Tensor]:
+    """Return the arrays as tensors of the same dtypes and shapes on ``device``."""
+    # Lay them end to end.
+    starts: dict[KeyT, int] = {}
+    size = 0
+    for key, array in arrays.items():
+        starts[key] = size
+        size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
+    buffer = np.zeros(size, np.uint8)
+    for key, array in arrays.items():
+        start = starts[key]
+        own = buffer[start : start + array.nbytes]
+        own.view(array.dtype)[:] = array.reshape(-1)
+    # One copy. The allocator of pinned memory keeps the buffer until it is over.
+    host = torch.from_numpy(buffer)
+    if device.type == "cuda" and torch.cuda.is_available():
+        host = host.pin_memory()
+    sent = host.to(device, non_blocking=True)
+    return {
+        key: sent[starts[key] : starts[key] + array.nbytes]
+        .view(torch.from_numpy(array[:0]).dtype)
+        .view(array.shape)
+        for key, array in arrays.items()
+    }
