@@ -25,6 +25,8 @@ from areal.utils.data import (
 )
 from numpy.typing import NDArray
 
+from areal_dta.executor.kernels.upload import upload
+
 BatchInput = list[dict[str, Any]] | dict[str, Any]
 
 
@@ -83,7 +85,8 @@ class RankBatch:
     def pack(self, row_ids: list[int], device: torch.device) -> dict[str, Any]:
         """Return the loss input for some rows, with the keys of AReaL's micro-batches.
 
-        Unlike AReaL's, per-row values [B] are cut to the chosen rows as well.
+        Unlike AReaL's, per-row values [B] are cut to the chosen rows as well. To a GPU
+        the tensors are copied together.
         """
         chosen = select_rows(self.rows, torch.tensor(row_ids), self.num_rows)
         mask_BS = chosen.pop("attention_mask").bool()
@@ -101,7 +104,7 @@ class RankBatch:
         lengths_B = mask_BS.sum(-1, dtype=torch.int32)
         cu_seqlens = F.pad(lengths_B.cumsum(0, dtype=torch.int32), (1, 0))
         packed["cu_seqlens"] = cu_seqlens
-        packed = tensor_container_to(packed, device)
+        packed = to_device(packed, device)
         packed["max_seqlen"] = int(lengths_B.max())
         packed["max_length_q"] = packed["max_length_k"] = packed["max_seqlen"]
         packed["cu_seq_lens_q"] = packed["cu_seq_lens_k"] = packed["cu_seqlens"]
@@ -138,6 +141,15 @@ class RankBatch:
             forward_indices=forward,
             backward_indices=backward.tolist(),
         )
+
+
+def to_device(packed: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Return a loss input on a device; to a GPU its tensors are copied together."""
+    if device.type != "cpu":
+        tensors = {k: x for k, x in packed.items() if torch.is_tensor(x)}
+        packed = {**packed, **upload(tensors, device)}
+    moved: dict[str, Any] = tensor_container_to(packed, device)
+    return moved
 
 
 def select_rows(

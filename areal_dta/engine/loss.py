@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from areal_dta.engine.batch import Alignment, OutputRule, RankBatch
+from areal_dta.engine.batch import Alignment, OutputRule, RankBatch, to_device
 from areal_dta.engine.statistics import LossStatistics
 
 LossFn = Callable[..., Tensor]
@@ -184,8 +184,10 @@ class MicroBatchLoss:
             if self._whole:  # also rows without tokens, which are in no tree
                 chosen = self.batch.micro_batches[mb]
             # the loss, without a graph if it has no weight
-            mb_input = self.batch.pack(chosen, self._device)
+            # (weighed on the host: to read it there waits for nothing)
+            mb_input = self.batch.pack(chosen, torch.device("cpu"))
             weight = float(self._weight_fn(mb_input))
+            mb_input = to_device(mb_input, self._device)
             with (
                 torch.set_grad_enabled(torch.is_grad_enabled() and weight != 0),
                 self.statistics.call(mb, weight),

@@ -48,6 +48,7 @@ from areal_dta.executor.memory_budget import (
     halved,
     is_out_of_memory,
     measure_graph_bytes,
+    pending_bytes,
     predict_memory,
     release_memory,
     usable_memory,
@@ -57,7 +58,6 @@ from areal_dta.tree import PrefixTree
 
 ResultT = TypeVar("ResultT")
 
-_ADAM_BYTES = 8  # two fp32 moments per parameter
 _PATIENCE = 8  # passes after which larger budgets are tried again; doubled each time
 _MAX_PATIENCE = 1024
 _KEPT_SAMPLES = 1000  # blocks per rank that a cost model looks back on
@@ -335,38 +335,3 @@ class TreeRunner:
             has_moments=optimizer is None or bool(optimizer.state),
             is_layerwise=self._layerwise is not None,
         )
-
-
-def pending_bytes(
-    groups: list[tuple[int, int]],
-    num_trainable: int,
-    num_ranks: int,
-    trains: bool,
-    has_moments: bool,
-    is_layerwise: bool,
-) -> float:
-    """Return what a step will take beside activations and K/V.
-
-    Args:
-        groups: `group_bytes` of the model.
-        num_trainable: parameters, over all ranks.
-        trains: False for references and teachers, which have no gradients.
-        has_moments: whether the optimizer's state exists already.
-        is_layerwise: parameters are not gathered yet, but layer by layer.
-    """
-    gathered, reduced = ([group[i] for group in groups] for i in (0, 1))
-    pending = 0.0
-    if is_layerwise:  # the outermost module, and two layers at once
-        pending += gathered[0] + 2 * max(gathered)
-    if trains:
-        # Gradients of one module in the compute dtype. All are in the dtype of the
-        # reduction: whole, or in shards and two whole modules in flight.
-        pending += max(gathered)
-        pending += (
-            sum(reduced) / num_ranks + 2 * max(reduced)
-            if is_layerwise
-            else sum(reduced)
-        )
-    if trains and not has_moments:
-        pending += _ADAM_BYTES * num_trainable / num_ranks
-    return pending

@@ -39,6 +39,7 @@ MIN_BLOCK_TOKENS = 32
 # tried all the same: predictions are upper bounds, and out of memory is retried.
 MIN_CHOSEN_BLOCK = {"cpu": MIN_BLOCK_TOKENS, "cuda": 512}
 _MEASURED_TOKENS = 128
+_ADAM_BYTES = 8  # two fp32 moments per parameter
 # The rest is for fragmentation and for whatever else runs: little on a GPU, much on a
 # host, whose memory is shared with the user's other programs.
 _USABLE = {"cpu": 0.5, "cuda": 0.85}
@@ -262,6 +263,42 @@ def _free_host_bytes() -> float:
     return min(limits)
 
 
+def pending_bytes(
+    groups: list[tuple[int, int]],
+    num_trainable: int,
+    num_ranks: int,
+    trains: bool,
+    has_moments: bool,
+    is_layerwise: bool,
+) -> float:
+    """Return what a step will take beside activations and K/V.
+
+    Args:
+        groups: per module that is gathered, the bytes of its parameters and of their
+            gradients in the dtype of the reduction; the outermost first.
+        num_trainable: parameters, over all ranks.
+        trains: False for references and teachers, which have no gradients.
+        has_moments: whether the optimizer's state exists already.
+        is_layerwise: parameters are not gathered yet, but layer by layer.
+    """
+    gathered, reduced = ([group[i] for group in groups] for i in (0, 1))
+    pending = 0.0
+    if is_layerwise:  # the outermost module, and two layers at once
+        pending += gathered[0] + 2 * max(gathered)
+    if trains:
+        # Gradients of one module in the compute dtype. All are in the dtype of the
+        # reduction: whole, or in shards and two whole modules in flight.
+        pending += max(gathered)
+        pending += (
+            sum(reduced) / num_ranks + 2 * max(reduced)
+            if is_layerwise
+            else sum(reduced)
+        )
+    if trains and not has_moments:
+        pending += _ADAM_BYTES * num_trainable / num_ranks
+    return pending
+
+
 def measure_graph_bytes(
     model: PreTrainedModel,
     config: ExecutorConfig | None = None,
@@ -295,6 +332,12 @@ def _saved_bytes(model: PreTrainedModel) -> Iterator[dict[int, int]]:
     alive: list[Tensor] = []  # addresses are reused once a tensor is gone
 
     def pack(tensor: Tensor) -> Tensor:
+        # Index arrays are pieces of one buffer, which belongs to the tree.
+        nbytes = tensor.numel() * tensor.element_size()
+        if not tensor.is_floating_point() and (
+            tensor.untyped_storage().nbytes() > nbytes
+        ):
+            return tensor
         key = _storage_key(tensor)
         if key not in known and not isinstance(tensor, torch.nn.Parameter):
             saved[key] = tensor.untyped_storage().nbytes()

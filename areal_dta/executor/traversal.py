@@ -309,8 +309,8 @@ class Traversal:
             index = self._token_indices(sequence)[channel.span]
             if len(at := torch.nonzero(is_wrong_T[index]).flatten()):
                 raise ValueError(
-                    f"the loss of sequence {sequence} has a gradient at skipped "
-                    f"positions {at[:5].tolist()} of {channel.name}; expected "
+                    f"the loss has a gradient at skipped positions {at[:5].tolist()} "
+                    f"of sequence {sequence} ({channel.name}); expected "
                     "none: pass positions that cover what the loss reads "
                     "(positions=all in the configuration)"
                 )

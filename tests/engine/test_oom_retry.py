@@ -5,8 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from areal_dta.engine import DTAPPOActor
+from areal_dta.areal_fixes.fsdp2 import fill_missing_gradients, fsdp_modules
+from areal_dta.engine import DTAPPOActor, fsdp_gather_step
 from areal_dta.executor.block import BlockRunner
 from tests.engine.builders import (
     actor_config,
@@ -121,6 +123,94 @@ def test_out_of_memory_in_a_forward_only_pass(tiny_model, monkeypatch):
     torch.testing.assert_close(engine.forward_batch(batch), want)
     config = engine.runner.executor.config
     assert (config.block_tokens, config.retain_tokens) == (32, 16)
+
+
+def test_larger_budgets_come_back(tiny_model, monkeypatch, log):
+    """After some passes without a shortage; the wait doubles."""
+    engine = engine_with(tiny_model, block_tokens=64)
+    runner = engine.runner
+    runner.logger, records = log
+    runner._patience = 2
+    failing_once(monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory"))
+    blocks = []
+    for _ in range(3):
+        train_once(engine, grpo_batch())
+        blocks.append(runner.executor.config.block_tokens)
+    assert blocks == [32, 64, 64]
+    assert "64 -> 32" in records[0] and "block_tokens=64" in records[1]
+    assert runner._patience == 4 and len(records) == 2
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_no_room_for_the_parameters(tiny_model, monkeypatch, training):
+    """Found before anything is gathered, so that no other rank waits for it."""
+    engine, batch = engine_with(tiny_model), grpo_batch()
+    told, gathered = [], []
+
+    def reserve(sizes, device):
+        assert sum(sizes) > 0 and not gathered
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    count = fsdp_gather_step.count_failures
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp_gather_step, "reserve", reserve)
+        patch.setattr(
+            fsdp_gather_step,
+            "count_failures",
+            lambda group, failed: told.append(failed) or count(group, failed),
+        )
+        patch.setattr(FSDPModule, "unshard", lambda self: gathered.append(self))
+        with pytest.raises(torch.OutOfMemoryError):
+            if training:
+                engine.train_batch(batch, grpo_loss(), loss_tokens)
+            else:
+                engine.forward_batch(batch)
+    assert told == [True]
+    train_once(engine, batch)  # and the model is as it was
+
+
+def test_no_room_for_the_reduction(tiny_model, monkeypatch):
+    """The others wait at the end of the pass, where this rank tells them."""
+    engine, batch = engine_with(tiny_model), grpo_batch()
+    reserve, told, calls = fsdp_gather_step.reserve, [], []
+
+    def second_fails(sizes, device):
+        calls.append(sizes)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return reserve(sizes, device)
+
+    count = fsdp_gather_step.count_failures
+    monkeypatch.setattr(fsdp_gather_step, "reserve", second_fails)
+    monkeypatch.setattr(
+        fsdp_gather_step,
+        "count_failures",
+        lambda group, failed: told.append(failed) or count(group, failed),
+    )
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.train_batch(batch, grpo_loss(), loss_tokens)
+    assert told == [False, True]
+    train_once(engine, batch)
+
+
+def test_accumulated_gradients_are_not_filled_with_zeros(world):
+    """In bf16 FSDP2 has moved all of them to fp32; only experts that no token chose,
+    here a layer that is not used, have none."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for layer in model:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    model.set_reshard_after_forward(False)
+    for module in fsdp_modules(model):
+        module.unshard()
+    model[1](model[0](torch.ones(2, 4))).sum().backward()
+    assert [p.grad is None for p in model.parameters()] == [True] * 6
+    assert fill_missing_gradients(model) == 2
+    assert [p.grad is None for p in model.parameters()] == [True] * 4 + [False] * 2
 
 
 def test_nothing_smaller_is_left(tiny_model, monkeypatch):

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor, oracle
 from areal_dta.executor.block_layout import BlockShape
-from areal_dta.executor.kernels import KERNELS, Mask, Scoring, Term
+from areal_dta.executor.kernels import KERNELS, Mask, Scoring, Term, masked_softmax
 from areal_dta.executor.kernels.flash_cuda import FlashCudaKernel, Lengths
+from areal_dta.executor.kv_cache import PathCache
 from areal_dta.tree import PrefixTree
 from tests.builders import random_batch
 from tests.executor.test_block_layout import shapes
@@ -126,6 +128,100 @@ def test_a_chain_with_path_and_itself():
     check(OnAnyDevice(), *tensors(100, 350), mask)
 
 
+@pytest.mark.parametrize("window", [1, 7, 40, 99, 100, 349, 350])
+def test_a_chain_under_a_window(window):
+    """In one call: the operator's own window, aligned as its causal mask is."""
+    shape = BlockShape([70, 30], [-1, 0])
+    check(OnAnyDevice(), *tensors(100, 350), Mask(shape, window=window))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("size", [(1, 300), (64, 130), (200, 130)])
+def test_scores_are_held_in_slices(monkeypatch, size, softcap):
+    """The results are those of all scores at once."""
+    scoring = Scoring(0.3, softcap)
+    q, k, v, grad_out = tensors(*size)
+    visible = torch.rand(size, generator=torch.Generator().manual_seed(0)) < 0.5
+    visible[0] = False  # a query that sees nothing
+    want, got = [], []
+    for results, max_scores in [(want, 2**26), (got, 3 * HEADS * size[1])]:
+        monkeypatch.setattr(masked_softmax, "MAX_SCORES", max_scores)
+        term = Term(k, v, Mask(visible=visible), scoring)
+        peak = LargestResult()
+        with peak:
+            results += ORACLE.forward(q, term)
+            results += ORACLE.backward(grad_out, q, *results, term)
+        assert peak.num_elements <= max(max_scores, k.numel(), q.numel())
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+class LargestResult(TorchDispatchMode):
+    """The elements of the largest floating-point tensor that an operator returns."""
+
+    num_elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and out.is_floating_point():
+            self.num_elements = max(self.num_elements, out.numel())
+        return out
+
+
+def test_many_terms_are_rounded_once():
+    """A block of seven levels in bf16 differs from fp32 hardly more than one call."""
+    shape = BlockShape([16] * 15, [-1, 0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12])
+    assert len(shape.levels) == 7
+    q, k, v, _ = tensors(240, 240)
+    half = [x.bfloat16() for x in (q, k, v)]
+    term = Term(*(x.double() for x in half[1:]), Mask(shape), SCORING)
+    want, _ = ORACLE.forward(half[0].double(), term)
+
+    def error(out) -> float:
+        out = out.bfloat16().double()
+        return float((out - want).norm() / want.norm())
+
+    merged, _ = OnAnyDevice().forward(half[0], Term(*half[1:], Mask(shape), SCORING))
+    whole, _ = ORACLE.forward(half[0], Term(*half[1:], Mask(shape), SCORING))
+    assert merged.dtype == torch.float32
+    assert error(merged) <= 1.5 * error(whole), (error(merged), error(whole))
+
+
+def test_a_path_is_extended_in_place():
+    """Also behind the longest path: the buffer has room for the deepest block."""
+    path = PathCache(num_layers=1, capacity=5, with_grad=True, room=3).layers[0]
+    k, v = torch.randn(2, 1, KV_HEADS, 5, WIDTH)
+    path.write(0, k, v, with_grad=True)
+    more_k, more_v = torch.randn(2, 1, KV_HEADS, 3, WIDTH)
+    for start in (0, 2):
+        both_k, both_v = path.extended(start, 5, more_k, more_v)
+        assert torch.equal(both_k, torch.cat([k[:, :, start:], more_k], 2))
+        assert torch.equal(both_v, torch.cat([v[:, :, start:], more_v], 2))
+        assert both_k.untyped_storage().data_ptr() == (
+            path.read(0, 5)[0].untyped_storage().data_ptr()
+        )
+
+
+@pytest.mark.parametrize("window", [3, 20, 200])
+def test_windows_of_a_model_by_joined_chains(window, slow_cuda):
+    """Chains under a window take one call, branching blocks the masked softmax."""
+    model = tiny_model("mistral", torch.float64, sliding_window=window)
+    rng = np.random.default_rng(4)
+    long = rng.integers(0, VOCAB_SIZE, 150).tolist()
+    batch = [long, [*long[:100], 1, 2, 3], [*long[:120], 4, 5]]
+    joined = []
+    attend = OnAnyDevice.attend
+
+    def watch(self, q, k, v, lengths, scale):
+        joined.append(lengths.window)
+        return attend(self, q, k, v, lengths, scale)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(OnAnyDevice, "attend", watch)
+        compare(model, batch, ExecutorConfig(32, 0, 1.0, slow_cuda))
+    assert (window in joined) == (window < 150)
+
+
 @pytest.mark.parametrize("name", ["llama", "llama-gqa4", "qwen3-tied"])
 @pytest.mark.parametrize("kernel", ["flash_cpu", "slow_cuda"])
 def test_blocks_of_many_tiles_in_a_model(name, kernel, slow_cuda):
@@ -169,6 +265,7 @@ def test_cuda_against_masked_softmax(dtype):
         (Mask(BlockShape([70, 30, 50], [-1, 0, 0])), (150, 150)),
         (Mask(BlockShape([33, 64, 5, 9], [-1, 0, 1, -1])), (111, 111)),
         (Mask(BlockShape([90], [-1])), (90, 700)),
+        (Mask(BlockShape([90], [-1]), window=200), (90, 700)),
         (Mask(), (90, 700)),
     ]:
         inputs = [x.cuda() for x in tensors(*sizes, dtype)]

@@ -1,20 +1,28 @@
 """Predicted bytes equal counted ones, budgets fit, and they shrink after an OOM."""
 
 import dataclasses
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor
+from areal_dta.executor import ExecutorConfig, TreeExecutor, memory_budget
+from areal_dta.executor.block import BlockRunner
 from areal_dta.executor.memory_budget import (
+    MAX_BLOCK_TOKENS,
     MIN_BLOCK_TOKENS,
+    MIN_CHOSEN_BLOCK,
     choose_budgets,
     halved,
     is_out_of_memory,
     measure_graph_bytes,
+    needs_masked_softmax,
+    pending_bytes,
     predict_memory,
     usable_memory,
 )
@@ -175,3 +183,162 @@ def test_measuring_leaves_gradients_alone():
     measure_graph_bytes(model, num_tokens=16)
     assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
     gradients(model)
+
+
+def test_what_was_not_retained_is_not_given_up():
+    """Where few graphs were alive, the block was the cause."""
+    config = ExecutorConfig(256, 4096)
+    assert halved(config, retained=0) == ExecutorConfig(128, 4096)
+    assert halved(config, retained=3000) == ExecutorConfig(256, 2048)
+    everything = ExecutorConfig(256, None)
+    assert halved(everything, retained=100) == ExecutorConfig(128, None)
+    assert halved(everything, retained=3000) == ExecutorConfig(256, 1280)
+    # Blocks that cannot shrink leave the graphs.
+    assert halved(ExecutorConfig(32, 64), retained=0) == ExecutorConfig(32, 0)
+
+
+def test_the_executor_knows_what_was_retained(monkeypatch):
+    executor = TreeExecutor(tiny_model("qwen3"), ExecutorConfig(32, None))
+    run, calls = BlockRunner.run, []
+
+    def failing(self, *args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3:
+            raise MemoryError
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(BlockRunner, "run", failing)
+    with pytest.raises(MemoryError):
+        tree = PrefixTree.from_sequences([list(range(32)) * 4])
+        executor.forward_backward(tree, lambda i, lp, h: lp.sum())
+    assert executor.retained_at_failure == 64
+
+
+@pytest.mark.parametrize("library", ["CUBLAS", "CUDNN"])
+def test_a_library_without_room_for_its_workspace_is_out_of_memory(library):
+    error = RuntimeError(f"CUDA error: {library}_STATUS_ALLOC_FAILED when calling ...")
+    assert is_out_of_memory(error)
+
+
+def test_a_reservation_is_tried_again_after_a_release(monkeypatch):
+    """Cycles and the allocator's cache are given back in between."""
+    events = []
+
+    def allocate(size, device):
+        events.append(size)
+        if len(events) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.empty(0)
+
+    monkeypatch.setattr(memory_budget, "_allocate", allocate)
+    monkeypatch.setattr(memory_budget, "release_memory", lambda: events.append("gc"))
+    memory_budget.reserve([3, 5], torch.device("cpu"))
+    assert events == [3, 5, "gc", 3, 5]
+    never = torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(memory_budget, "_allocate", Mock(side_effect=never))
+    with pytest.raises(torch.OutOfMemoryError):
+        memory_budget.reserve([3], torch.device("cpu"))
+
+
+def test_a_release_collects_cycles_first(monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("cache"))
+    monkeypatch.setattr(memory_budget.gc, "collect", lambda: events.append("gc"))
+    memory_budget.release_memory()
+    assert events == ["gc", "cache"]
+
+
+SHIPPED = {  # Qwen3, ranks of the shipped configurations
+    "1.7B": dict(hidden_size=2048, intermediate_size=6144, num_hidden_layers=28,
+                 num_attention_heads=16, num_key_value_heads=8, ranks=4),
+    "8B": dict(hidden_size=4096, intermediate_size=12288, num_hidden_layers=36,
+               num_attention_heads=32, num_key_value_heads=8, ranks=16),
+}  # fmt: skip
+
+
+def shipped(name: str):
+    sizes = dict(SHIPPED[name])
+    ranks = sizes.pop("ranks")
+    config = Qwen3Config(
+        **sizes, head_dim=128, vocab_size=151_936, tie_word_embeddings=name == "1.7B"
+    )
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    groups = [list(layer.parameters()) for layer in model.model.layers]
+    inner = {p for group in groups for p in group}
+    groups = [[p for p in model.parameters() if p not in inner], *groups]
+    return model, groups, ranks
+
+
+@pytest.mark.parametrize("path", [8192, 16384, 32768])
+@pytest.mark.parametrize("card", [80, 141])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_configurations_get_blocks_that_are_fast(name, card, path):
+    """At least 512 tokens, also where that is not predicted to fit: it is tried."""
+    model, groups, ranks = shipped(name)
+    sizes = [sum(p.numel() for p in group) for group in groups]
+    pending = pending_bytes(
+        [(2 * n, 4 * n) for n in sizes],
+        sum(sizes),
+        ranks,
+        trains=True,
+        has_moments=False,
+        is_layerwise=False,
+    )
+    # fp32 shards and gathered bf16 parameters are on the card already
+    held = sum(sizes) * (4 / ranks + 2)
+    usable = 0.85 * (card * 1e9 - held) - pending
+    memory = predict_memory(model, ExecutorConfig())
+    budgets = choose_budgets(
+        memory, usable, path, MAX_BLOCK_TOKENS["cuda"], MIN_CHOSEN_BLOCK["cuda"]
+    )
+    assert budgets.block_tokens >= 512
+    # 16 ranks gather 16 GB of 8B parameters and accumulate 33 GB of gradients each.
+    assert budgets.fits == ((name, card) != ("8B", 80)), budgets
+    if budgets.fits:
+        assert budgets.block_tokens >= 2048, budgets
+
+
+def test_a_reference_is_not_charged_for_gradients():
+    groups = [(200, 400), (20, 40), (20, 40)]
+    common = dict(num_trainable=100, num_ranks=4, has_moments=True)
+    for is_layerwise in (False, True):
+        trained, reference = (
+            pending_bytes(groups, trains=t, is_layerwise=is_layerwise, **common)
+            for t in (True, False)
+        )
+        assert reference == (240 + 200) * is_layerwise * 1.0 + 160 * is_layerwise
+        assert trained >= reference + (120 if is_layerwise else 480)
+    # gradients of one module in the compute dtype, all of them in fp32, no fill
+    assert pending_bytes(groups, trains=True, is_layerwise=False, **common) == 680
+    memory = memory_of(_MODEL)
+    trained, reference = (
+        choose_budgets(memory, 1e7, 1000, 512, training=t) for t in (True, False)
+    )
+    assert reference.predicted_bytes < trained.predicted_bytes
+    assert reference.retain_tokens == 0
+
+
+def test_the_gradient_of_a_large_vocabulary_is_in_the_budget():
+    """[V, D] in bf16, and with several chunks of logits their sum in fp32."""
+    memory = dataclasses.replace(
+        memory_of(_MODEL), vocab_size=150_000, hidden_bytes=2.0 * 2048, element_bytes=2
+    )
+    assert memory.head_gradient(4096) == 150_000 * 2048 * (2 + 4)
+
+
+@pytest.mark.parametrize("device, dtype, sizes, expected", [
+    ("cuda", torch.bfloat16, {}, False),
+    ("cuda", torch.float32, {}, True),
+    ("cpu", torch.float32, {}, False),
+    ("cuda", torch.bfloat16, {"attn_logit_softcapping": 30.0}, True),
+    ("cuda", torch.bfloat16, {"layer_types": ["sliding_attention"]}, True),
+    ("cuda", torch.float16, {"sliding_window": 9, "use_sliding_window": False}, False),
+    ("cuda", torch.bfloat16, {"sliding_window": 99}, True),
+])  # fmt: skip
+def test_scores_are_in_the_budget_where_they_are_held(device, dtype, sizes, expected):
+    assert needs_masked_softmax(SimpleNamespace(**sizes), device, dtype) is expected
+    memory = dataclasses.replace(memory_of(_MODEL), max_scores=2**20)
+    assert memory_of(_MODEL).scores(64, 1000) == 0
+    assert memory.scores(64, 10**6) >= 5 * 4 * 2**20

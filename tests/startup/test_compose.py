@@ -86,6 +86,8 @@ def test_own_file_may_use_the_projects_groups(cwd: Path) -> None:
     assert composed.choices == {"hardware": "gpu", "model": "tiny"}
     assert composed.groups == ("hardware", "model", "scheduler")
     assert run_dir(composed) == cwd / "out" / "e" / "t"
+    budgets = {"block_tokens": "auto", "retain_tokens": "auto"}
+    assert composed.config["actor"]["dta"] == budgets
 
 
 @pytest.mark.parametrize(

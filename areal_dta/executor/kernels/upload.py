@@ -21,9 +21,9 @@ _ALIGNMENT = 16  # bytes; vector loads of any dtype
 
 
 def upload(
-    arrays: Mapping[KeyT, np.ndarray], device: torch.device
+    arrays: Mapping[KeyT, np.ndarray | Tensor], device: torch.device
 ) -> dict[KeyT, Tensor]:
-    """Return the arrays as tensors of the same dtypes and shapes on ``device``."""
+    """Return arrays of the host as tensors of the same kind on ``device``."""
     # Lay them end to end.
     starts: dict[KeyT, int] = {}
     size = 0
@@ -33,8 +33,7 @@ def upload(
     buffer = np.zeros(size, np.uint8)
     for key, array in arrays.items():
         start = starts[key]
-        own = buffer[start : start + array.nbytes]
-        own.view(array.dtype)[:] = array.reshape(-1)
+        buffer[start : start + array.nbytes] = _bytes(array)
     # One copy. The allocator of pinned memory keeps the buffer until it is over.
     host = torch.from_numpy(buffer)
     if device.type == "cuda" and torch.cuda.is_available():
@@ -42,7 +41,19 @@ def upload(
     sent = host.to(device, non_blocking=True)
     return {
         key: sent[starts[key] : starts[key] + array.nbytes]
-        .view(torch.from_numpy(array[:0]).dtype)
+        .view(_dtype(array))
         .view(array.shape)
         for key, array in arrays.items()
     }
+
+
+def _bytes(array: np.ndarray | Tensor) -> np.ndarray:
+    if isinstance(array, Tensor):  # NumPy has no bf16
+        array = array.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def _dtype(array: np.ndarray | Tensor) -> torch.dtype:
+    if isinstance(array, Tensor):
+        return array.dtype
+    return torch.from_numpy(np.empty(0, array.dtype)).dtype
