@@ -60,7 +60,8 @@ def test_a_traversal_copies_once_and_reads_at_its_end(name, budgets, share):
         assert executor.last_stats.num_blocks >= 3
         assert (calls.copies, calls.syncs) == (1, 2)  # the times of blocks; the loss
         kernel = "_flash_attention_backward"
-        assert any(kernel in name for name in calls.names)
+        has_flash = any(kernel in called for called in calls.names)
+        assert has_flash or name == "mistral"  # branches under a window have no flash
         # A forward alone: its outputs stay on the device.
         calls.copies = calls.syncs = 0
         executor.forward(tree)

@@ -211,7 +211,7 @@ def test_the_executor_knows_what_was_retained(monkeypatch):
     with pytest.raises(MemoryError):
         tree = PrefixTree.from_sequences([list(range(32)) * 4])
         executor.forward_backward(tree, lambda i, lp, h: lp.sum())
-    assert executor.retained_at_failure == 64
+    assert 32 < executor.retained_at_failure <= 64  # two of the blocks
 
 
 @pytest.mark.parametrize("library", ["CUBLAS", "CUDNN"])
