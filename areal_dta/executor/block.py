@@ -114,7 +114,8 @@ def block_arrays(
 
     Names of kernels' arrays are (``block`` or ``path``, number of keys, name).
     """
-    arrays: dict[Hashable, np.ndarray] = {**layout.arrays(tree)}
+    arrays: dict[Hashable, np.ndarray] = {}
+    arrays.update(layout.arrays(tree).items())
     shape = layout.shape
     size = shape.num_tokens
     arrays["block", size, "last"] = shape.last_S
