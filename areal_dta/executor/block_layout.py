@@ -25,7 +25,7 @@ from functools import cached_property
 
 import numpy as np
 
-from areal_dta.schedule import Fragmentation, Segment
+from areal_dta.schedule import Fragment, Fragmentation, Segment
 from areal_dta.tree import PrefixTree
 
 Range = tuple[int, int]
@@ -307,3 +307,28 @@ def as_slice(index: np.ndarray) -> slice | None:
     if not len(index) or index[-1] - index[0] + 1 != len(index):
         return None
     return slice(int(index[0]), int(index[-1]) + 1)
+
+
+def trunk_positions(
+    cut: Fragmentation, fragment: Fragment, layout: BlockLayout
+) -> np.ndarray:
+    """Return where the trunk of a fragment lies in its block."""
+    pieces = [
+        layout.offsets[s] + np.arange(cut.segments[s].num_tokens)
+        for s in fragment.trunk
+    ]
+    return np.concatenate(pieces)
+
+
+def path_positions(cut: Fragmentation, fragment: Fragment) -> np.ndarray:
+    """Return where the path of a fragment lies in the trunk of its parent."""
+    starts: dict[int, int] = {}
+    size = 0
+    for s in cut.fragments[fragment.parent].trunk:
+        starts[s] = size
+        size += cut.segments[s].num_tokens
+    pieces = [
+        starts[s] + np.arange(cut.segments[s].num_tokens)
+        for s in cut.chain(fragment.attach, fragment.parent)
+    ]
+    return np.concatenate(pieces)

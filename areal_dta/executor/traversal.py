@@ -37,10 +37,12 @@ from areal_dta.executor.block_layout import (
     TreeTokens,
     as_slice,
     lay_out,
+    path_positions,
+    trunk_positions,
 )
 from areal_dta.executor.config import ExecutorConfig
 from areal_dta.executor.kernels import KERNELS, accumulation_dtype
-from areal_dta.executor.kernels.upload import upload
+from areal_dta.executor.kernels.upload import upload, uploads_ahead
 from areal_dta.executor.kv_cache import (
     PathCache,
     Positions,
@@ -150,18 +152,22 @@ class Traversal:
         )
         self._path = path
 
-        # All index arrays, in one copy to the device.
+        # All index arrays, in one copy to the device; on a CPU each when it is needed.
         needed, dtype = cut.needed, accumulation_dtype(parameter.dtype)
         self._layouts: dict[_StepKey, BlockLayout] = {}
         self._slices: dict[Hashable, slice] = {}
-        arrays = self._collect(layers or {})
-        for channel in head.channels:
-            is_needed = needed.edge_T if channel.on_edges else needed.output_T
-            arrays["needed", channel.name] = is_needed
-        uploaded = upload(arrays, self._device)
+        self._layers, self._tokens = layers or {}, TreeTokens.of(tree, cut)
         self._arrays: dict[Hashable, dict[Any, Tensor]] = {}
-        for (group, name), tensor in uploaded.items():
-            self._arrays.setdefault(group, {})[name] = tensor
+        self._uploads_ahead = uploads_ahead(self._device)
+        groups: dict[Hashable, dict[Any, np.ndarray]] = {
+            "needed": {
+                c.name: needed.edge_T if c.on_edges else needed.output_T
+                for c in head.channels
+            }
+        }
+        self._upload(
+            {**groups, **self._all_groups()} if self._uploads_ahead else groups
+        )
         self.channels = [
             ChannelState(
                 channel, self._arrays["needed"][channel.name], needed.is_all, dtype
@@ -170,53 +176,47 @@ class Traversal:
         ]
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
 
-    def _collect(
-        self, layers: Mapping[int, LayerAttention]
-    ) -> dict[tuple[Hashable, Any], np.ndarray]:
-        """Lay out all blocks; return the arrays to upload, by group and name."""
-        cut, tokens = self._cut, TreeTokens.of(self._tree, self._schedule.cut)
+    def _upload(self, groups: Mapping[Hashable, Mapping[Any, np.ndarray]]) -> None:
+        """Put index arrays on the device, in one copy; contiguous ranges as slices."""
         arrays: dict[tuple[Hashable, Any], np.ndarray] = {}
+        for group, of_group in groups.items():
+            for name, array in of_group.items():
+                is_range = name == "trunk" or group == "path"
+                if is_range and (found := as_slice(array)) is not None:
+                    self._slices[group, name] = found
+                else:
+                    arrays[group, name] = array
+            self._arrays[group] = {}
+        for (group, name), tensor in upload(arrays, self._device).items():
+            self._arrays[group][name] = tensor
 
-        def add_positions(group: Hashable, name: Any, positions: np.ndarray) -> None:
-            found = as_slice(positions)
-            if found is not None:
-                self._slices[group, name] = found
-            else:
-                arrays[group, name] = positions
+    def _all_groups(self) -> dict[Hashable, dict[Any, np.ndarray]]:
+        """Return the index arrays of the whole traversal."""
+        fragments, sequences = self._cut.fragments, range(self._tree.num_sequences)
+        return {
+            **{
+                (step.kind, step.fragment): self._block_arrays(step)
+                for step in self._schedule.steps
+                if step.computes
+            },
+            "path": {
+                f.attach: path_positions(self._cut, f)
+                for f in fragments
+                if f.parent >= 0
+            },
+            "sequence": {s: self._tree.token_indices(s) for s in sequences},
+        }
 
-        # Blocks, and where the trunk lies in each.
-        for step in self._schedule.steps:
-            if not step.computes:
-                continue
-            fragment, key = cut.fragments[step.fragment], (step.kind, step.fragment)
-            self._layouts[key] = layout = lay_out(tokens, step.computes)
-            for name, array in block_arrays(
-                layout, tokens, fragment.path_tokens, layers
-            ).items():
-                arrays[key, name] = array
-            if fragment.children:
-                pieces = [
-                    layout.offsets[s] + np.arange(cut.segments[s].num_tokens)
-                    for s in fragment.trunk
-                ]
-                add_positions(key, "trunk", np.concatenate(pieces))
-        # Where the path of a fragment lies in the trunk of its parent.
-        for fragment in cut.fragments:
-            if fragment.parent < 0:
-                continue
-            starts: dict[int, int] = {}
-            size = 0
-            for s in cut.fragments[fragment.parent].trunk:
-                starts[s] = size
-                size += cut.segments[s].num_tokens
-            pieces = [
-                starts[s] + np.arange(cut.segments[s].num_tokens)
-                for s in cut.chain(fragment.attach, fragment.parent)
-            ]
-            add_positions("path", fragment.attach, np.concatenate(pieces))
-        # Sequences.
-        for sequence in range(self._tree.num_sequences):
-            arrays["sequence", sequence] = self._tree.token_indices(sequence)
+    def _block_arrays(self, step: Step) -> dict[Any, np.ndarray]:
+        """Lay out the block of a step; return its arrays and where its trunk lies."""
+        fragment = self._cut.fragments[step.fragment]
+        layout = lay_out(self._tokens, step.computes)
+        self._layouts[step.kind, step.fragment] = layout
+        arrays: dict[Any, np.ndarray] = block_arrays(
+            layout, self._tokens, fragment.path_tokens, self._layers
+        )
+        if fragment.children:
+            arrays["trunk"] = trunk_positions(self._cut, fragment, layout)
         return arrays
 
     def _positions(self, group: Hashable, name: Any) -> Positions:
@@ -235,6 +235,8 @@ class Traversal:
         )
         trunk = TrunkCache(self._path, fragment.path_tokens, k, v)
         live = block if step.with_grad else None
+        if live is None:
+            self._arrays.pop((step.kind, step.fragment))
         self._open.append(_OpenFragment(live, trunk, step.num_tokens))
 
     def exit(self, step: Step) -> None:
@@ -256,6 +258,7 @@ class Traversal:
             self.inject(self._loss, list(fragment.sequences))
         kind = StepKind.EXIT if step.computes else StepKind.ENTER
         self._backward((kind, step.fragment), block, opened)
+        self._arrays.pop((kind, step.fragment))
 
     def finish(self) -> None:
         """Evaluate the losses of sequences of which nothing is computed."""
@@ -316,6 +319,8 @@ class Traversal:
                 )
 
     def _token_indices(self, sequence: int) -> Tensor:
+        if not self._uploads_ahead:
+            return torch.from_numpy(self._tree.token_indices(sequence))
         return self._arrays["sequence"][sequence]
 
     def _attach(self, fragment: Fragment) -> None:
@@ -323,6 +328,10 @@ class Traversal:
         if not self._open or self._open[-1].attached == fragment.attach:
             return
         parent = self._open[-1]
+        if not self._uploads_ahead:
+            self._upload(
+                {"path": {fragment.attach: path_positions(self._cut, fragment)}}
+            )
         positions = self._positions("path", fragment.attach)
         num_tokens = (
             fragment.path_tokens - self._cut.fragments[fragment.parent].path_tokens
@@ -331,11 +340,14 @@ class Traversal:
         parent.attached = fragment.attach
 
     def _run(self, fragment: Fragment, step: Step, keep_kv: bool) -> BlockOutput:
+        key = step.kind, step.fragment
+        if not self._uploads_ahead:
+            self._upload({key: self._block_arrays(step)})
         with torch.set_grad_enabled(step.with_grad), self._pace.forward():
             block = self._runner.run(
                 fragment.path_tokens,
-                self._layouts.pop((step.kind, step.fragment)),
-                self._arrays[step.kind, step.fragment],
+                self._layouts.pop(key),
+                self._arrays[key],
                 keep_kv,
             )
         for channel, output in zip(self.channels, block.outputs, strict=True):

@@ -1,9 +1,13 @@
 """Arrays arrive as they were, in one storage."""
 
 import numpy as np
+import pytest
 import torch
 
+from areal_dta.executor import ExecutorConfig, TreeExecutor, traversal
 from areal_dta.executor.kernels.upload import upload
+from areal_dta.tree import PrefixTree
+from tests.models import VOCAB_SIZE, gradients, tiny_model
 
 
 def test_arrays_of_all_dtypes_and_shapes():
@@ -27,3 +31,30 @@ def test_arrays_of_all_dtypes_and_shapes():
 
 def test_nothing():
     assert upload({}, torch.device("cpu")) == {}
+
+
+@pytest.mark.parametrize("retain_tokens", [None, 0, 20])
+@pytest.mark.parametrize("kernel", ["flash_cpu", "masked_softmax"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral"])
+def test_a_tree_that_is_uploaded_ahead_trains_as_on_a_cpu(
+    monkeypatch, name, kernel, retain_tokens
+):
+    """What a GPU does, on a CPU: the same numbers to the last bit."""
+    draw = np.random.default_rng(0)
+    trunk = draw.integers(VOCAB_SIZE, size=20).tolist()
+    batch = [trunk[:9], trunk]
+    for size in (1, 4, 13, 13):
+        branch = trunk[: 5 + size] + draw.integers(VOCAB_SIZE, size=size).tolist()
+        batch += [branch, branch + draw.integers(VOCAB_SIZE, size=7).tolist()]
+    tree = PrefixTree.from_sequences(batch)
+    found = []
+    for is_ahead in (False, True):
+        monkeypatch.setattr(
+            traversal, "uploads_ahead", lambda device, is_ahead=is_ahead: is_ahead
+        )
+        model = tiny_model(name)
+        executor = TreeExecutor(model, ExecutorConfig(8, retain_tokens, kernel=kernel))
+        loss = executor.forward_backward(tree, lambda i, x, _: (x * (i + 1)).sum())
+        found.append((loss, gradients(model)))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])

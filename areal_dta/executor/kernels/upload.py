@@ -20,6 +20,14 @@ KeyT = TypeVar("KeyT", bound=Hashable)
 _ALIGNMENT = 16  # bytes; vector loads of any dtype
 
 
+def uploads_ahead(device: torch.device) -> bool:
+    """Return whether the index arrays of a tree are uploaded before its first block.
+
+    A CPU has nothing to wait for, and its memory need not hold those of all blocks.
+    """
+    return device.type != "cpu"
+
+
 def upload(
     arrays: Mapping[KeyT, np.ndarray | Tensor], device: torch.device
 ) -> dict[KeyT, Tensor]:
