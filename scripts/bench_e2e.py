@@ -44,7 +44,7 @@ VARIANTS: Final = {"dta": "dta:d1", "dense": "fsdp:d1", "areal": "areal-fsdp:d1"
 class Workload:
     config: str
     model: str | None = None
-    """Of MODELS; None for the configuration's own."""
+    """Key of MODELS; None: the configuration's own model."""
 
 
 WORKLOADS: Final = {

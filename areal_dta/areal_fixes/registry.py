@@ -2,7 +2,7 @@
 
 One record per repair, without importing what it repairs, so that the start-up can
 compare versions first. `docs/repairs.md` is made of these records and of the docstrings
-of what they name. tests/areal_fixes/test_faults.py holds a test per record that shows
+of what they name. tests/areal_fixes/test_faults*.py hold a test per record that shows
 the fault without the repair: when it fails, upstream has mended it.
 """
 

@@ -86,7 +86,7 @@ class BlockAttention:
     values: dict[int, Tensor] = field(default_factory=dict)
     num_calls: int = 0
     path_mask: Mask = field(default_factory=Mask)
-    """Of the whole path, which every query sees."""
+    """Mask of the whole path, which every query sees."""
     _windows: dict[tuple[int, bool], tuple[int, Mask, Mask]] = field(
         default_factory=dict
     )

@@ -303,7 +303,7 @@ class _Layer:
         return merged, lse_RMKG.logsumexp(1)
 
     def _rows_in_window(self, q_RKGD: Tensor) -> tuple[Tensor, Tensor]:
-        """As `_rows`, where the layer's window cuts off keys: row by row."""
+        """Do what `_rows` does, row by row: the layer's window cuts off keys."""
         step, window = self.step, self.asked.window
         assert window is not None
         outs, lses = [], []

@@ -36,7 +36,7 @@ class Run:
     variant: str
     seed: int
     load_average: float
-    """Of the machine, when the run started."""
+    """Load average of the machine when the run started."""
     records: Sequence[Record] = field(repr=False)
     """Decoded lines of its ``metrics.jsonl``."""
 

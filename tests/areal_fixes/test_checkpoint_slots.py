@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
-import pickle
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from areal.api import FinetuneSpec, StepInfo
-from areal.api.cli_args import RecoverConfig
 from areal.infra.scheduler.exceptions import EngineCallError
 from areal.trainer import dpo_trainer, rl_trainer, rw_trainer, sft_trainer
 from areal.utils.recover import RecoverHandler
@@ -31,82 +28,17 @@ from areal_dta.areal_fixes.slot_files import (
 )
 from areal_dta.collector.planner import BatchPlanner
 from areal_dta.schedule import FlopModel
-
-
-class Engine:
-    """Saves its weight as a file."""
-
-    def __init__(self, weight: str = "") -> None:
-        self.weight = weight
-        self.error: Exception | None = None
-        self.version = self.num_lr_steps = 0
-
-    def save(self, meta: Any) -> None:
-        (Path(meta.path) / "weight").write_text(self.weight[:1])
-        if self.error is not None:
-            raise self.error
-        (Path(meta.path) / "weight").write_text(self.weight)
-
-    def load(self, meta: Any) -> None:
-        self.weight = (Path(meta.path) / "weight").read_text()
-
-    def step_lr_scheduler(self) -> None:
-        self.num_lr_steps += 1
-
-    def set_version(self, version: int) -> None:
-        self.version = version
-
-
-class Part:
-    def __init__(self, value: int = 0) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.value = state["value"]
-
-
-def recover_config(root: Path, mode: str = "on") -> RecoverConfig:
-    return RecoverConfig(
-        experiment_name="e", trial_name="t", fileroot=str(root), mode=mode, freq_steps=1
-    )
-
-
-def handler(root: Path, cls: type[Any] = SlotRecoverHandler, **kwargs: Any) -> Any:
-    spec = FinetuneSpec(total_train_epochs=1, dataset_size=8, train_batch_size=1)
-    return cls(recover_config(root), spec, **kwargs)
-
-
-def dump(slots: Any, engine: Engine, step: int, **more: Engine) -> None:
-    """Save after a step, which counts from 0, and publish its metrics."""
-    parts = [Part(step) for _ in range(4)]
-    info = StepInfo(epoch=0, epoch_step=step, global_step=step, steps_per_epoch=8)
-    slots.dump({"default": engine, **more}, info, *parts)
-    if isinstance(slots, SlotRecoverHandler):
-        slots.publish()
-
-
-def load(root: Path, cls: type[Any] = SlotRecoverHandler) -> tuple[Any, Engine, Part]:
-    engine, parts = Engine(), [Part() for _ in range(4)]
-    kwargs = {}
-    if cls is SlotRecoverHandler:
-        kwargs = {"checkpoint": find_checkpoint(recover_config(root))}
-    info = handler(root, cls, **kwargs).load({"default": engine}, *parts)
-    return info, engine, parts[3]
-
-
-def saved(root: Path, num_steps: int = 2) -> Path:
-    """Save after each of some steps; return the directory of the slots."""
-    slots = handler(root)
-    for step in range(num_steps):
-        dump(slots, Engine(f"weight {step}"), step)
-    return recover_root(recover_config(root))
-
-
-def current(slots: Path) -> Path:
-    return slots / f"recover-{(slots / 'recover_current').read_text()}"
+from tests.areal_fixes.slots import (
+    Engine,
+    Part,
+    current,
+    dump,
+    handler,
+    heard,
+    load,
+    recover_config,
+    saved,
+)
 
 
 def test_the_newest_whole_checkpoint_is_loaded(tmp_path: Path) -> None:
@@ -383,69 +315,6 @@ def test_all_is_on_disk_before_the_pointer_moves(
 # What 0.1.0 wrote.
 
 
-def old_slot(slots: Path, state: Any) -> Path:
-    """Make the current slot one of 0.1.0: a pickle, and no manifest."""
-    info = current(slots) / "info"
-    (current(slots) / MANIFEST).unlink()
-    (info / "dataloader_info.json").unlink()
-    (info / "dataloader_info.pkl").write_bytes(pickle.dumps([state]))
-    return info
-
-
-def test_slots_of_0_1_0_are_loaded(tmp_path: Path) -> None:
-    old_slot(saved(tmp_path), {"value": 7})
-    info, engine, loader = load(tmp_path)
-    assert (info.last_step_info.global_step, engine.weight) == (1, "weight 1")
-    assert loader.value == 7
-
-
-def test_an_unfinished_slot_of_0_1_0_is_no_way_out(tmp_path: Path) -> None:
-    slots = saved(tmp_path)
-    old_slot(slots, {"value": 7})
-    broken = current(slots)
-    other = slots / ("recover-a" if broken.name == "recover-b" else "recover-b")
-    replace_text(slots / "recover_current", other.name[-1])
-    (other / "info" / "step_info.json").write_text("{")
-    with pytest.raises(RecoverError, match="may be half written"):
-        find_checkpoint(recover_config(tmp_path))
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("evil",)
-
-
-def test_a_pickle_is_data_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    old_slot(saved(tmp_path, num_steps=1), Evil())
-    with pytest.raises(RecoverError, match="which is not data"):
-        find_checkpoint(recover_config(tmp_path))
-    assert not (tmp_path / "evil").exists()
-
-
-def test_what_areal_wrote_for_sft_is_loaded(tmp_path: Path) -> None:
-    """0.1.0 left SFT, DPO and reward models to AReaL's handler."""
-    dump(handler(tmp_path, RecoverHandler), Engine("old"), 3)
-    info, engine, loader = load(tmp_path)
-    assert (info.last_step_info.global_step, engine.weight) == (3, "old")
-    assert loader.value == 3
-    slots = handler(tmp_path, checkpoint=find_checkpoint(recover_config(tmp_path)))
-    slots.dump({"default": Engine("unpublished")}, info.last_step_info, *[Part()] * 4)
-    shutil.rmtree(recover_root(recover_config(tmp_path)) / "recover-a" / "info")
-    (recover_root(recover_config(tmp_path)) / "recover-a" / MANIFEST).unlink()
-    assert load(tmp_path)[1].weight == "old"
-
-
-def test_a_damaged_one_of_areal_stops_the_run(tmp_path: Path) -> None:
-    dump(handler(tmp_path, RecoverHandler), Engine("old"), 3)
-    root = recover_root(recover_config(tmp_path))
-    (root / "recover_info" / "step_info.json").write_text("")
-    with pytest.raises(RecoverError, match="step_info"):
-        find_checkpoint(recover_config(tmp_path))
-
-
 def test_costs_are_saved_with_it(tmp_path: Path) -> None:
     slots = handler(tmp_path)
     planner = BatchPlanner(FlopModel(1e6, 10, 1e5))
@@ -476,24 +345,3 @@ def test_the_patch_is_undone() -> None:
             made = module.RecoverHandler(recover_config(Path("unused")), spec)
             assert isinstance(made, SlotRecoverHandler)
     assert all(module.RecoverHandler is RecoverHandler for module in modules)
-
-
-def heard(caplog: pytest.LogCaptureFixture) -> Any:
-    """Let the records of AReaL's logger reach the fixture, from none on."""
-    caplog.clear()
-    return _Heard(caplog)
-
-
-class _Heard:
-    def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
-        self._handler = caplog.handler
-        self._logger = slot_files.logger
-
-    def __enter__(self) -> None:
-        self._logger.addHandler(self._handler)
-        self._level = self._logger.level
-        self._logger.setLevel(logging.INFO)
-
-    def __exit__(self, *args: Any) -> None:
-        self._logger.removeHandler(self._handler)
-        self._logger.setLevel(self._level)

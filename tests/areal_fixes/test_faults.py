@@ -9,7 +9,6 @@ tests.
 from __future__ import annotations
 
 import inspect
-import logging
 import random
 import subprocess
 import sys
@@ -18,7 +17,6 @@ import time
 from contextlib import nullcontext
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,20 +32,15 @@ from areal.api.cli_args import (
     NormConfig,
     SaverConfig,
 )
-from areal.api.io_struct import ModelResponse
 from areal.infra.rpc import rtensor
 from areal.infra.scheduler.local import LocalScheduler
 from areal.infra.scheduler.slurm import SlurmScheduler
 from areal.trainer.rl_trainer import PPOTrainer
-from areal.utils import logging as areal_logging
-from areal.utils import name_resolve, names, stats_logger
+from areal.utils import name_resolve, names
 from areal.utils.data import Normalization, broadcast_tensor_container
 from areal.utils.recover import RecoverHandler
 from areal.utils.saver import Saver
-from pydantic import TypeAdapter
 
-from areal_dta.areal_fixes import agent_proxy
-from areal_dta.areal_fixes.loggers import skip_disabled_swanlab
 from areal_dta.areal_fixes.loopback import LOOPBACK, bypass_proxies
 from areal_dta.areal_fixes.registry import REPAIRS
 from areal_dta.areal_fixes.trainer_steps import critic_stats, saved_together
@@ -55,7 +48,8 @@ from areal_dta.areal_fixes.training_engines import (
     keep_lone_payloads,
     read_own_results,
 )
-from tests.areal_fixes.test_checkpoint_slots import Engine, dump, handler, load
+from tests.areal_fixes import test_faults_of_proxy_and_loggers
+from tests.areal_fixes.slots import Engine, dump, handler, load
 from tests.areal_fixes.test_slurm_scheduler import SPEC, sbatch_script, slurm_config
 
 pytestmark = pytest.mark.timeout(120)
@@ -63,7 +57,8 @@ pytestmark = pytest.mark.timeout(120)
 
 def test_every_repair_has_its_fault_here() -> None:
     prefix = "test_without_"
-    tested = {name for name in globals() if name.startswith(prefix)}
+    found = {**globals(), **vars(test_faults_of_proxy_and_loggers)}
+    tested = {name for name in found if name.startswith(prefix)}
     assert tested == {prefix + repair.name.split(".")[1] for repair in REPAIRS}
 
 
@@ -392,92 +387,3 @@ print("gradient", model.weight.grad.full_tensor().tolist())
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=110
     )
     assert "gradient [[2.0, 2.0]]" in result.stdout, result.stderr
-
-
-def test_without_alias_litellm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
-    for name in [name for name in sys.modules if name.startswith(agent_proxy._OLD)]:
-        monkeypatch.delitem(sys.modules, name)
-    spec = find_spec(agent_proxy.AREAL_MODULE)
-    assert spec is not None and spec.loader is not None
-    with pytest.raises(ModuleNotFoundError, match=agent_proxy._OLD):
-        spec.loader.exec_module(module_from_spec(spec))
-
-
-@pytest.fixture
-def server() -> Any:
-    agent_proxy.alias_litellm()
-    from areal.experimental.openai.proxy import proxy_rollout_server
-
-    return proxy_rollout_server
-
-
-def test_without_pass_template_kwargs(server: Any) -> None:
-    """Parsing drops the field, so that the handler cannot see it."""
-    body = {
-        "messages": [{"role": "user", "content": "1+1?"}],
-        "model": "-",
-        "chat_template_kwargs": {"enable_thinking": False},
-    }
-    parsed = TypeAdapter(server.CompletionCreateParams).validate_python(body)
-    assert parsed["model"] == "-"
-    assert "chat_template_kwargs" not in parsed
-
-
-def test_without_mark_trajectory_starts(server: Any) -> None:
-    interaction: Any = MagicMock()
-    interaction.has_tensor_data = True
-    interaction.to_tensor_dict.return_value = {"input_ids": torch.ones(1, 2)}
-    interaction.reward, interaction.interaction_id = 1.0, "i"
-    serialized = server.serialize_interactions({"i": interaction})
-    assert "input_ids" in str(serialized)
-    assert "begin_of_trajectory" not in str(serialized)
-
-
-def test_without_accept_empty_replies() -> None:
-    tokenizer: Any = SimpleNamespace(eos_token_id=7, pad_token_id=7)
-    reply = ModelResponse(
-        input_tokens=[1], output_tokens=[7], stop_reason="stop", tokenizer=tokenizer
-    )
-    with pytest.raises(ValueError, match="All output_tokens are EOS or PAD"):
-        reply.output_tokens_without_stop  # noqa: B018
-    undo = agent_proxy.accept_empty_replies()
-    try:
-        assert reply.output_tokens_without_stop == []
-    finally:
-        undo()
-
-
-def test_without_skip_disabled_swanlab(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its ``log`` is called whatever its mode is."""
-    swanlab = MagicMock()
-    monkeypatch.setattr(stats_logger, "swanlab", swanlab)
-    monkeypatch.setattr(stats_logger, "wandb", MagicMock())
-    logger: Any = stats_logger.StatsLogger.__new__(stats_logger.StatsLogger)
-    logger.ft_spec, logger.summary_writer = MagicMock(), None
-    logger._last_commit_step = -1
-
-    logger.commit(0, 0, 0, {"loss": 1.0})
-    assert swanlab.log.call_count == 1
-    undo = skip_disabled_swanlab("disabled")
-    logger.commit(0, 1, 1, {"loss": 1.0})
-    undo()
-    assert swanlab.log.call_count == 1
-    skip_disabled_swanlab("online")
-    logger.commit(0, 2, 2, {"loss": 1.0})
-    assert swanlab.log.call_count == 2
-
-
-def test_without_task_logger() -> None:
-    """A logger that was made before is not the one that has the handlers."""
-    before = logging.getLogger("before")
-    areal_logging.getLogger("another")
-    assert logging.getLogger("before") is not before
-
-
-def test_without_secrets_redacted() -> None:
-    from areal.utils import stats_logger
-
-    config = stats_logger.StatsLoggerConfig(experiment_name="e", trial_name="t")
-    config.wandb.wandb_api_key = "sentinel"
-    assert "sentinel" in str(stats_logger.asdict(config))

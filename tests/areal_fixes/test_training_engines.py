@@ -90,7 +90,7 @@ def test_a_failure_is_an_exception(
     expected: type[Exception],
     message: str,
 ) -> None:
-    """Of whatever type: a worker's server answers with exceptions only."""
+    """A worker's server answers with exceptions only, so others are converted."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise CheckpointException("failed", {1: (failure, None), 2: (failure, None)})

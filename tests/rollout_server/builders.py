@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +25,8 @@ from tests.models import VOCAB_SIZE, tiny_model
 START_TIMEOUT_SECONDS = 120.0
 EXIT_TIMEOUT_SECONDS = 20.0
 CONTEXT_LENGTH = 2048
+TOLERANCE = 1e-5
+"""Largest difference of a logprob in float32."""
 
 
 def model_for_generation(name: str = "qwen3", **overrides: Any) -> PreTrainedModel:
@@ -85,6 +87,18 @@ def oracle_logprobs(
 def max_difference(left: list[float], right: list[float]) -> float:
     assert len(left) == len(right)
     return max((abs(a - b) for a, b in zip(left, right, strict=True)), default=0.0)
+
+
+def check_logprobs(model: PreTrainedModel, answers: Iterable[Any]) -> None:
+    """Compare the logprobs of answers, or of a client's calls, with the oracle's."""
+    for answer in answers:
+        expected = oracle_logprobs(
+            model,
+            list(answer.task.prompt),
+            answer.tokens,
+            answer.task.sampling.temperature or 1.0,
+        )
+        assert max_difference(answer.logprobs, expected) < TOLERANCE
 
 
 @dataclass

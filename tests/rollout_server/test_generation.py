@@ -10,7 +10,9 @@ from areal_dta.rollout_server.answers import (
 )
 from areal_dta.rollout_server.protocol import FinishReason
 from tests.rollout_server.builders import (
+    TOLERANCE,
     VOCAB_SIZE,
+    check_logprobs,
     make_generator,
     make_task,
     max_difference,
@@ -19,22 +21,9 @@ from tests.rollout_server.builders import (
     run_all,
 )
 
-TOLERANCE = 1e-5
-
 
 def random_prompt(rng: random.Random, longest: int = 20) -> list[int]:
     return [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, longest))]
-
-
-def check_logprobs(model, answers: list[Answer]) -> None:
-    for answer in answers:
-        expected = oracle_logprobs(
-            model,
-            list(answer.task.prompt),
-            answer.tokens,
-            answer.task.sampling.temperature or 1.0,
-        )
-        assert max_difference(answer.logprobs, expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
