@@ -18,7 +18,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import OverrideType
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import (
     HydraException,
     MissingConfigException,
@@ -80,6 +80,9 @@ def compose(file: Path, overrides: Sequence[str]) -> Composed:
     try:
         # A plain key=value may add a key, unless it selects a group's option.
         parsed = OverridesParser.create().parse_overrides(overrides=list(overrides))
+        for override in parsed:
+            if override.key_or_group in groups:
+                _check_option(override, project)
         lines = [
             f"++{override.input_line}"
             if override.type is OverrideType.CHANGE
@@ -182,6 +185,25 @@ def _tiny_model_path() -> str:
 def _gpu_rollout_backend() -> str:
     installed = [name for name in ("sglang", "vllm") if find_spec(name)]
     return f"{installed[0]}:d1" if installed else "local:d1"
+
+
+def _check_option(override: Override, project: Path) -> None:
+    """Check that what is set for a group can name one of its options.
+
+    Hydra fails on numbers and null with an error of Python's, reads a list as several
+    options of which the last wins, and follows paths out of the group.
+    """
+    is_deletion = override.type is OverrideType.DEL
+    if override.is_sweep_override() or (is_deletion and override.value() is None):
+        return
+    value = override.value()
+    if not isinstance(value, str) or "/" in value or os.sep in value:
+        group = override.key_or_group
+        options = sorted(path.stem for path in (project / group).glob("*.yaml"))
+        raise ConfigError(
+            f"{override.input_line}: expected the name of one option of {group!r}, "
+            f"such as {', '.join(options)}"
+        )
 
 
 def _missing_option(error: MissingConfigException) -> str:

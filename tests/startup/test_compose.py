@@ -93,6 +93,15 @@ def test_own_file_may_use_the_projects_groups(cwd: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["scheduler=0"],
+            "scheduler=0: expected the name of one option of 'scheduler'",
+        ),
+        (["scheduler=null"], "expected the name of one option .*, such as local, ray"),
+        (["model=[tiny,qwen3-8b]"], "expected the name of one option of 'model'"),
+        (["scheduler={type: ray}"], "expected the name of one option of 'scheduler'"),
+        (["scheduler=../hardware/cpu"], "expected the name of one option"),
+        (["~scheduler=3"], "expected the name of one option of 'scheduler'"),
         (["hardware=cpux"], r"hardware=cpux: no such option \(did you mean 'cpu'\?\)"),
         (["model=qwen3"], "expected one of .*qwen3-0.6b"),
         (["actor.backend"], "cannot read the override 'actor.backend': missing EQUAL"),

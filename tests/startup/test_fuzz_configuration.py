@@ -154,12 +154,14 @@ COMMON = {
 }
 
 
-@settings(max_examples=200, **COMMON)
+# The same ones in each run: a change is judged by itself. The slow test explores.
+@settings(max_examples=200, derandomize=True, **COMMON)
 @given(job())
 @example(("gsm8k_grpo", ["actor.optimizer.type='adma'"], True))
 @example(("gsm8k_grpo", ["actor.optimizer.lr=nan"], True))
 @example(("gsm8k_ppo", ["critic.mb_spec.max_tokens_per_mb=64"], True))
 @example(("gsm8k_grpo", ["cluster.fileroot=true"], True))
+@example(("gsm8k_grpo", ["scheduler=0"], False))
 @example(("gsm8k_grpo", ["seed=1000000000000000000000000000000"], True))
 def test_overrides(case: tuple[str, list[str], bool]) -> None:
     try_configuration(*case)
