@@ -39,6 +39,7 @@ from areal_dta.executor.kernels import (
     select_kernel,
 )
 from areal_dta.executor.kv_cache import LayerPath, PathCache
+from areal_dta.executor.last_layer import NeededRows
 from areal_dta.executor.model_refusals import (
     REMEDY,
     UnsupportedModelError,
@@ -87,6 +88,8 @@ class BlockAttention:
     num_calls: int = 0
     path_mask: Mask = field(default_factory=Mask)
     """Mask of the whole path, which every query sees."""
+    needed_rows: NeededRows | None = None
+    """Rows on which the last layer runs; None: it runs whole."""
     _windows: dict[tuple[int, bool], tuple[int, Mask, Mask]] = field(
         default_factory=dict
     )
@@ -245,10 +248,15 @@ def _block_attention(
             "a layer that is checkpointed runs again in the backward; switch that off. "
             "Elsewhere, restore the model with `model.set_attn_implementation('sdpa')`"
         )
+    layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
+    rows = block.needed_rows
+    if rows is not None and rows.layer_idx != layer_idx:
+        rows = None
+    if rows is not None and rows.out is not None:  # the second run of the last layer
+        return rows.out.index_select(1, rows.row_R), None
     check_attention_call(
         module, query, key, len(block.depth_S), attention_mask, dropout, kwargs
     )
-    layer_idx = int(module.layer_idx)  # type: ignore[arg-type]
     layer = block.layers.get(layer_idx)
     asked = requested(scaling, kwargs)
     if layer is None or asked != layer.asked:
@@ -261,6 +269,8 @@ def _block_attention(
     if block.keep_kv:
         block.keys[layer_idx], block.values[layer_idx] = key, value
     out = attend(block, layer_idx, layer, query, key, value, kwargs.get("s_aux"))
+    if rows is not None:
+        rows.end_first_run(out)
     return out, None
 
 

@@ -32,9 +32,10 @@ from areal_dta.executor.kernels import Mask
 from areal_dta.executor.kernels.flash_cuda import call_arrays
 from areal_dta.executor.kernels.upload import upload
 from areal_dta.executor.kv_cache import PathCache
+from areal_dta.executor.last_layer import MAX_SHARE, LastLayer
 from areal_dta.executor.model_refusals import model_inputs
 from areal_dta.executor.outputs import OutputHead
-from areal_dta.schedule import Schedule, cut_tree
+from areal_dta.schedule import NeededOutputs, Schedule, cut_tree
 from areal_dta.tree import PrefixTree
 
 IdleCall = Callable[[], Sequence[Tensor]]
@@ -144,10 +145,11 @@ class BlockRunner:
         kernel: str,
         layers: Mapping[int, LayerAttention],
         watch: BlockWatch | None = None,
+        last_layer: LastLayer | None = None,
     ) -> None:
         self._model, self._head, self._path = model, head, path
         self._kernel, self._layers = kernel, layers
-        self._watch = watch
+        self._watch, self._last_layer = watch, last_layer
 
     def run(
         self,
@@ -180,11 +182,21 @@ class BlockRunner:
             layers=self._layers,
         )
 
+        # Rows of the last layer. Who looks on sees all tokens in all layers.
+        num_rows = len(layout.row_R)
+        is_worth_it = max(num_rows, 1) <= MAX_SHARE * layout.shape.num_tokens
+        last_layer = self._last_layer if is_worth_it and not self._watch else None
+        # A block may be there for its keys and values alone: run one row, use none.
+        row_R = arrays["row"] if num_rows else block.depth_S.new_zeros(1)
+
         def call(**options: Any) -> Tensor:
             """Return the model's logits, [1, ...]; of several calls the last counts."""
             block.restart()
             model: Any = self._model
-            with active_block(block, len(self._path.layers)):
+            rows = last_layer.at_rows(row_R) if last_layer else nullcontext()
+            with rows as block.needed_rows, active_block(block, len(self._path.layers)):
+                if last_layer and "logits_to_keep" in options:
+                    options["logits_to_keep"] = 0  # all that there is: the rows
                 output = model(
                     **model_inputs(model, arrays["input"], block.depth_S), **options
                 )
@@ -211,13 +223,47 @@ def idle_outputs(
     layers: Mapping[int, LayerAttention],
 ) -> list[Tensor]:
     """Call the model on one placeholder token, through the same head."""
-    tree = PrefixTree.from_sequences([[0, 0]])
-    cut = cut_tree(tree, block_tokens=2)
+    return _short_block(model, head, kernel, layers, [0, 0], None)
+
+
+def probe_outputs(
+    model: PreTrainedModel,
+    head: OutputHead,
+    kernel: str,
+    layers: Mapping[int, LayerAttention],
+    last_layer: LastLayer | None,
+) -> list[Tensor]:
+    """Return three outputs of a block of 16 tokens, the last layer as given."""
+    num_tokens = 16
+    vocab_size = model.config.get_text_config().vocab_size
+    tokens = [(7 * i + 1) % vocab_size for i in range(num_tokens)]
+    return _short_block(model, head, kernel, layers, tokens, [2, 9, 13], last_layer)
+
+
+def _short_block(
+    model: PreTrainedModel,
+    head: OutputHead,
+    kernel: str,
+    layers: Mapping[int, LayerAttention],
+    sequence: list[int],
+    positions: list[int] | None,
+    last_layer: LastLayer | None = None,
+) -> list[Tensor]:
+    """Run one sequence as one block; return its outputs, all or at some positions."""
+    tree = PrefixTree.from_sequences([sequence])
+    needed = None
+    if positions is not None:
+        is_value = not head.channels[0].on_edges
+        mask = np.zeros(len(sequence) - (not is_value), bool)
+        mask[positions] = True
+        at = NeededOutputs.values_at if is_value else NeededOutputs.logprobs_at
+        needed = at(tree, [mask])
+    cut = cut_tree(tree, len(sequence), needed)
     tokens = TreeTokens.of(tree, cut)
     layout = lay_out(tokens, cut.fragments[0].segments)
     device = next(model.parameters()).device
     num_layers = model.config.get_text_config().num_hidden_layers
     path = PathCache(num_layers, 0, with_grad=False)
-    runner = BlockRunner(model, head, path, kernel, layers)
+    runner = BlockRunner(model, head, path, kernel, layers, last_layer=last_layer)
     arrays = upload(block_arrays(layout, tokens, 0, layers), device)
     return runner.run(0, layout, arrays, keep_kv=False).outputs

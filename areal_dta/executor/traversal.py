@@ -50,6 +50,7 @@ from areal_dta.executor.kv_cache import (
     spread,
     trunk_part,
 )
+from areal_dta.executor.last_layer import LastLayer
 from areal_dta.executor.outputs import Channel, OutputHead
 from areal_dta.executor.telemetry import RouterLoad
 from areal_dta.schedule import Fragment, Schedule, Step, StepKind
@@ -116,6 +117,7 @@ class Traversal:
         pace: when the model may be called.
         layers: what each layer asks of its attention.
         watch: looks on while blocks run.
+        last_layer: run at needed outputs only; None: run whole.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Traversal:
         pace: Pace | None = None,
         layers: Mapping[int, LayerAttention] | None = None,
         watch: BlockWatch | None = None,
+        last_layer: LastLayer | None = None,
     ) -> None:
         self._tree, self._schedule, self._loss = tree, schedule, loss
         self._pace = pace or Pace()
@@ -148,7 +151,7 @@ class Traversal:
         room = deepest - capacity if joins else 0
         path = PathCache(num_layers, capacity, schedule.training, room)
         self._runner = BlockRunner(
-            model, head, path, config.kernel, layers or {}, self._watch
+            model, head, path, config.kernel, layers or {}, self._watch, last_layer
         )
         self._path = path
 

@@ -28,9 +28,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_dta.executor.attention import LayerAttention, model_attention
-from areal_dta.executor.block import BlockWatch, Pace, idle_outputs
+from areal_dta.executor.block import (
+    BlockWatch,
+    Pace,
+    idle_outputs,
+    probe_outputs,
+)
 from areal_dta.executor.checks.attention_profile import profile_attention
 from areal_dta.executor.config import ExecutionStats, ExecutorConfig
+from areal_dta.executor.last_layer import LastLayer, find_last_layer
 from areal_dta.executor.model_refusals import check_model_supported, check_no_autocast
 from areal_dta.executor.oracle import SequenceOutput, ValueOutput
 from areal_dta.executor.outputs import make_head
@@ -85,6 +91,8 @@ class TreeExecutor:
         self._head = make_head(outputs, model, self.config)
         self.layers: dict[int, LayerAttention] = {}
         """What each layer asks of its attention; known from the first call on."""
+        self._last_layer: LastLayer | None = None
+        self._knows_last_layer = False
         self._knows_randomness = False
 
     def forward(
@@ -210,6 +218,7 @@ class TreeExecutor:
             self.pace,
             self.layers,
             watch,
+            self._last_layer,
         )
         if injected is not None:
             traversal.channels = injected.channels
@@ -260,7 +269,21 @@ class TreeExecutor:
             return
         with self.pace.together():
             self.layers = profile_attention(self.model, find_randomness)
+            if not self._knows_last_layer:
+                self._find_last_layer()
         self._knows_randomness = find_randomness
+
+    def _find_last_layer(self) -> None:
+        """Learn whether the last layer can run at needed outputs only."""
+
+        def outputs(last_layer: LastLayer | None) -> list[Tensor]:
+            return probe_outputs(
+                self.model, self._head, self.config.kernel, self.layers, last_layer
+            )
+
+        with torch.no_grad(), model_attention(self.model):
+            self._last_layer = find_last_layer(self.model, len(self.layers), outputs)
+        self._knows_last_layer = True
 
     def _check_tokens(self, tree: PrefixTree) -> None:
         """Refuse tokens without an embedding.

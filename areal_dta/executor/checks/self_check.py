@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from areal_dta.executor import oracle
 from areal_dta.executor.attention import model_attention
 from areal_dta.executor.kernels import accumulation_dtype
+from areal_dta.executor.last_layer import decoder_layers
 from areal_dta.executor.model_refusals import UnsupportedModelError, class_name
 from areal_dta.executor.telemetry import is_router
 from areal_dta.executor.traversal import Traversal
@@ -168,7 +169,7 @@ class _Record:
 
     def __init__(self, model: Any, num_tokens: int) -> None:
         self.model = model
-        self.layers = _decoder_layers(model)
+        self.layers = decoder_layers(model)
         self.inputs: Any = []
         self.states: dict[int, Tensor] = {}
         """States [T, D] per layer; the last entry is what the last layer gives."""
@@ -362,14 +363,3 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 def _rms(error: Tensor) -> Tensor:
     return error.square().mean().sqrt().clamp_min(1e-30)
-
-
-def _decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers: the longest list of modules with attention inside."""
-    lists = [
-        list(module)
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList)
-        and all(any(hasattr(m, "layer_idx") for m in x.modules()) for x in module)
-    ]
-    return max(lists, key=len, default=[])
