@@ -25,7 +25,7 @@ from areal.utils.data import (
 )
 from numpy.typing import NDArray
 
-from areal_dta.executor.kernels.upload import upload
+from areal_dta.executor.layout.upload import upload
 
 BatchInput = list[dict[str, Any]] | dict[str, Any]
 

@@ -35,7 +35,7 @@ from areal_dta.areal_fixes.fsdp2 import (
     fsdp_modules,
     group_bytes,
 )
-from areal_dta.executor.memory_budget import reserve
+from areal_dta.executor.memory.budget import reserve
 
 
 class PeerFailure(RuntimeError):

@@ -41,7 +41,7 @@ from areal_dta.executor import (
     UnsupportedModelError,
 )
 from areal_dta.executor.checks.self_check import check_on_tiny_tree
-from areal_dta.executor.memory_budget import (
+from areal_dta.executor.memory.budget import (
     MAX_BLOCK_TOKENS,
     MIN_CHOSEN_BLOCK,
     choose_budgets,

@@ -27,12 +27,12 @@ from areal_dta.executor.attention import (
     active_block,
     window_start,
 )
-from areal_dta.executor.block_layout import BlockLayout, TreeTokens, lay_out
 from areal_dta.executor.kernels import Mask
 from areal_dta.executor.kernels.flash_cuda import call_arrays
-from areal_dta.executor.kernels.upload import upload
 from areal_dta.executor.kv_cache import PathCache
 from areal_dta.executor.last_layer import MAX_SHARE, LastLayer
+from areal_dta.executor.layout.block_layout import BlockLayout, TreeTokens, lay_out
+from areal_dta.executor.layout.upload import upload
 from areal_dta.executor.model_refusals import model_inputs
 from areal_dta.executor.outputs import OutputHead
 from areal_dta.schedule import NeededOutputs, Schedule, cut_tree

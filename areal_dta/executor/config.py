@@ -32,6 +32,9 @@ class ExecutorConfig:
     fragments: str = "packed"
     """``packed`` fills blocks; ``node`` runs one tree node per block, to compare."""
 
+    whole_last_layer: bool = False
+    """Run the last layer on all tokens, not on needed outputs alone, to compare."""
+
     router_load: bool = False
     """Count the tokens of each expert of a mixture; see ``expert_load``."""
     attention_backend: InitVar[str | None] = None

@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from areal_dta.executor.block_layout import BlockLayout
 from areal_dta.executor.config import ExecutorConfig
 from areal_dta.executor.fused_logprobs import (
     Labels,
@@ -37,6 +36,7 @@ from areal_dta.executor.fused_logprobs import (
     token_logprobs,
 )
 from areal_dta.executor.kernels import accumulation_dtype
+from areal_dta.executor.layout.block_layout import BlockLayout
 
 ModelCall = Callable[..., Tensor]
 """Runs the block with further keyword arguments; returns its logits [1, ...]."""

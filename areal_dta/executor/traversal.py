@@ -16,10 +16,8 @@ Invariants, and the tests that hold them (tests/executor):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -30,19 +28,9 @@ from areal_dta.executor.block import (
     BlockRunner,
     BlockWatch,
     Pace,
-    block_arrays,
-)
-from areal_dta.executor.block_layout import (
-    BlockLayout,
-    TreeTokens,
-    as_slice,
-    lay_out,
-    path_positions,
-    trunk_positions,
 )
 from areal_dta.executor.config import ExecutorConfig
 from areal_dta.executor.kernels import KERNELS, accumulation_dtype
-from areal_dta.executor.kernels.upload import upload, uploads_ahead
 from areal_dta.executor.kv_cache import (
     PathCache,
     Positions,
@@ -51,12 +39,11 @@ from areal_dta.executor.kv_cache import (
     trunk_part,
 )
 from areal_dta.executor.last_layer import LastLayer
+from areal_dta.executor.layout.tree_arrays import TreeArrays
 from areal_dta.executor.outputs import Channel, OutputHead
 from areal_dta.executor.telemetry import RouterLoad
 from areal_dta.schedule import Fragment, Schedule, Step, StepKind
 from areal_dta.tree import PrefixTree
-
-_StepKey = tuple[StepKind, int]
 
 GroupLoss = Callable[..., Tensor]
 """(indices, one list of tensors per channel) -> scalar tensor, the loss of some
@@ -98,9 +85,15 @@ class _OpenFragment:
     """A fragment between its enter and its exit."""
 
     def __init__(
-        self, block: BlockOutput | None, trunk: TrunkCache, num_tokens: int
+        self,
+        block: BlockOutput | None,
+        trunk: TrunkCache,
+        at: Positions,
+        num_tokens: int,
     ) -> None:
         self.num_tokens = num_tokens
+        self.at = at
+        """Where the trunk lies in the block; that of the exit may hold more tokens."""
         self.block = block
         """Its live graph; None if it is run again at exit."""
         self.trunk = trunk
@@ -155,83 +148,26 @@ class Traversal:
         )
         self._path = path
 
-        # All index arrays, in one copy to the device; on a CPU each when it is needed.
         needed, dtype = cut.needed, accumulation_dtype(parameter.dtype)
-        self._layouts: dict[_StepKey, BlockLayout] = {}
-        self._slices: dict[Hashable, slice] = {}
-        self._layers, self._tokens = layers or {}, TreeTokens.of(tree, cut)
-        self._arrays: dict[Hashable, dict[Any, Tensor]] = {}
-        self._uploads_ahead = uploads_ahead(self._device)
-        groups: dict[Hashable, dict[Any, np.ndarray]] = {
-            "needed": {
-                c.name: needed.edge_T if c.on_edges else needed.output_T
-                for c in head.channels
-            }
+        masks = {
+            c.name: needed.edge_T if c.on_edges else needed.output_T
+            for c in head.channels
         }
-        self._upload(
-            {**groups, **self._all_groups()} if self._uploads_ahead else groups
-        )
+        self._arrays = TreeArrays(tree, schedule, layers or {}, masks, self._device)
         self.channels = [
             ChannelState(
-                channel, self._arrays["needed"][channel.name], needed.is_all, dtype
+                channel, self._arrays.needed(channel.name), needed.is_all, dtype
             )
             for channel in head.channels
         ]
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self._device)
-
-    def _upload(self, groups: Mapping[Hashable, Mapping[Any, np.ndarray]]) -> None:
-        """Put index arrays on the device, in one copy; contiguous ranges as slices."""
-        arrays: dict[tuple[Hashable, Any], np.ndarray] = {}
-        for group, of_group in groups.items():
-            for name, array in of_group.items():
-                is_range = name == "trunk" or group == "path"
-                if is_range and (found := as_slice(array)) is not None:
-                    self._slices[group, name] = found
-                else:
-                    arrays[group, name] = array
-            self._arrays[group] = {}
-        for (group, name), tensor in upload(arrays, self._device).items():
-            self._arrays[group][name] = tensor
-
-    def _all_groups(self) -> dict[Hashable, dict[Any, np.ndarray]]:
-        """Return the index arrays of the whole traversal."""
-        fragments, sequences = self._cut.fragments, range(self._tree.num_sequences)
-        return {
-            **{
-                (step.kind, step.fragment): self._block_arrays(step)
-                for step in self._schedule.steps
-                if step.computes
-            },
-            "path": {
-                f.attach: path_positions(self._cut, f)
-                for f in fragments
-                if f.parent >= 0
-            },
-            "sequence": {s: self._tree.token_indices(s) for s in sequences},
-        }
-
-    def _block_arrays(self, step: Step) -> dict[Any, np.ndarray]:
-        """Lay out the block of a step; return its arrays and where its trunk lies."""
-        fragment = self._cut.fragments[step.fragment]
-        layout = lay_out(self._tokens, step.computes)
-        self._layouts[step.kind, step.fragment] = layout
-        arrays: dict[Any, np.ndarray] = block_arrays(
-            layout, self._tokens, fragment.path_tokens, self._layers
-        )
-        if fragment.children:
-            arrays["trunk"] = trunk_positions(self._cut, fragment, layout)
-        return arrays
-
-    def _positions(self, group: Hashable, name: Any) -> Positions:
-        found = self._slices.get((group, name))
-        return found if found is not None else self._arrays[group][name]
 
     def enter(self, step: Step) -> None:
         """Run a fragment that others hang on; keep the K/V of its trunk."""
         fragment = self._cut.fragments[step.fragment]
         self._attach(fragment)
         block = self._run(fragment, step, keep_kv=True)
-        at = self._positions((step.kind, step.fragment), "trunk")
+        at = self._arrays.trunk(step)
         k, v = (
             [trunk_part(x.detach(), at, step.with_grad) for x in of_layers]
             for of_layers in (block.keys, block.values)
@@ -239,8 +175,8 @@ class Traversal:
         trunk = TrunkCache(self._path, fragment.path_tokens, k, v)
         live = block if step.with_grad else None
         if live is None:
-            self._arrays.pop((step.kind, step.fragment))
-        self._open.append(_OpenFragment(live, trunk, step.num_tokens))
+            self._arrays.drop(step.kind, step.fragment)
+        self._open.append(_OpenFragment(live, trunk, at, step.num_tokens))
 
     def exit(self, step: Step) -> None:
         """Take a fragment backward with all that its branches injected; drop it."""
@@ -254,14 +190,16 @@ class Traversal:
                 self._attach(fragment)
             # K/V take part in the backward only if children sent gradients to them
             block = self._run(fragment, step, keep_kv=opened is not None)
+            if opened is not None:
+                opened.at = self._arrays.trunk(step)
         if not self._schedule.training:
             return
         assert block is not None
         if self._loss is not None and fragment.sequences:
             self.inject(self._loss, list(fragment.sequences))
+        self._backward(block, opened)
         kind = StepKind.EXIT if step.computes else StepKind.ENTER
-        self._backward((kind, step.fragment), block, opened)
-        self._arrays.pop((kind, step.fragment))
+        self._arrays.drop(kind, step.fragment)
 
     def finish(self) -> None:
         """Evaluate the losses of sequences of which nothing is computed."""
@@ -271,7 +209,7 @@ class Traversal:
 
     def outputs(self, sequence: int) -> list[Tensor]:
         """Return a sequence's part of each channel."""
-        index = self._token_indices(sequence)
+        index = self._arrays.token_indices(sequence)
         return [c.value_T[index[c.channel.span]] for c in self.channels]
 
     def inject(self, loss: GroupLoss, sequences: list[int]) -> None:
@@ -284,7 +222,7 @@ class Traversal:
         flat = [leaf for of_sequence in leaves for leaf in of_sequence]
         grads = iter(torch.autograd.grad(value, flat, allow_unused=True))
         for sequence in sequences:
-            index = self._token_indices(sequence)
+            index = self._arrays.token_indices(sequence)
             for channel in self.channels:
                 grad = next(grads)
                 if grad is not None:
@@ -312,7 +250,7 @@ class Traversal:
 
     def _refuse_gradient(self, channel: Channel, is_wrong_T: Tensor) -> None:
         for sequence in range(self._tree.num_sequences):
-            index = self._token_indices(sequence)[channel.span]
+            index = self._arrays.token_indices(sequence)[channel.span]
             if len(at := torch.nonzero(is_wrong_T[index]).flatten()):
                 raise ValueError(
                     f"the loss has a gradient at skipped positions {at[:5].tolist()} "
@@ -321,21 +259,12 @@ class Traversal:
                     "(positions=all in the configuration)"
                 )
 
-    def _token_indices(self, sequence: int) -> Tensor:
-        if not self._uploads_ahead:
-            return torch.from_numpy(self._tree.token_indices(sequence))
-        return self._arrays["sequence"][sequence]
-
     def _attach(self, fragment: Fragment) -> None:
         """Make the path buffer end at the segment that ``fragment`` hangs on."""
         if not self._open or self._open[-1].attached == fragment.attach:
             return
         parent = self._open[-1]
-        if not self._uploads_ahead:
-            self._upload(
-                {"path": {fragment.attach: path_positions(self._cut, fragment)}}
-            )
-        positions = self._positions("path", fragment.attach)
+        positions = self._arrays.path(fragment)
         num_tokens = (
             fragment.path_tokens - self._cut.fragments[fragment.parent].path_tokens
         )
@@ -343,16 +272,9 @@ class Traversal:
         parent.attached = fragment.attach
 
     def _run(self, fragment: Fragment, step: Step, keep_kv: bool) -> BlockOutput:
-        key = step.kind, step.fragment
-        if not self._uploads_ahead:
-            self._upload({key: self._block_arrays(step)})
+        layout, arrays = self._arrays.block(step)
         with torch.set_grad_enabled(step.with_grad), self._pace.forward():
-            block = self._runner.run(
-                fragment.path_tokens,
-                self._layouts.pop(key),
-                self._arrays[key],
-                keep_kv,
-            )
+            block = self._runner.run(fragment.path_tokens, layout, arrays, keep_kv)
         for channel, output in zip(self.channels, block.outputs, strict=True):
             channel.value_T[self._filed_under(channel, block)] = output.detach()
         return block
@@ -361,9 +283,7 @@ class Traversal:
         on_edges = channel.channel.on_edges
         return block.arrays["edge_token" if on_edges else "row_token"]
 
-    def _backward(
-        self, key: _StepKey, block: BlockOutput, opened: _OpenFragment | None
-    ) -> None:
+    def _backward(self, block: BlockOutput, opened: _OpenFragment | None) -> None:
         roots: list[Tensor] = []
         grads: list[Tensor] = []
         # Gradients of the losses. A channel that is only reported, as entropies mostly
@@ -374,7 +294,6 @@ class Traversal:
                 grads.append(channel.grad_T[self._filed_under(channel, block)])
         # Gradients that the branches sent to keys and values of the trunk.
         if opened is not None:
-            positions = self._positions(key, "trunk")
             kv = [*block.keys, *block.values]
             kv_grads = [*opened.trunk.grad_k, *opened.trunk.grad_v]
             for root, grad in zip(kv, kv_grads, strict=True):
@@ -382,7 +301,7 @@ class Traversal:
                 if not root.requires_grad:
                     continue
                 roots.append(root)
-                grads.append(spread(grad.to(root.dtype), positions, root))
+                grads.append(spread(grad.to(root.dtype), opened.at, root))
         inputs = self._watch.inputs if self._watch is not None else None
         self._pace.backward(roots, grads, inputs)
 

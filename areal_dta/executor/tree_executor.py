@@ -92,7 +92,7 @@ class TreeExecutor:
         self.layers: dict[int, LayerAttention] = {}
         """What each layer asks of its attention; known from the first call on."""
         self._last_layer: LastLayer | None = None
-        self._knows_last_layer = False
+        self._knows_last_layer = self.config.whole_last_layer
         self._knows_randomness = False
 
     def forward(

@@ -7,7 +7,7 @@ Counted for a Llama-like decoder run eagerly by Transformers, whose norms work i
 Parameters, their gradients and the optimizer do not depend on tokens and are left out.
 
 This is a prediction: tests/executor compares it with counted bytes, and
-``executor.memory_budget`` replaces the largest term by a measured one.
+``executor.memory.budget`` replaces the largest term by a measured one.
 """
 
 from __future__ import annotations

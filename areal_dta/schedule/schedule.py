@@ -27,7 +27,7 @@ from areal_dta.tree import PrefixTree
 
 DEFAULT_BLOCK_TOKENS = 512
 """Larger blocks are no faster on a CPU, see docs/log.md. On a device,
-``executor.memory_budget`` chooses the block size."""
+``executor.memory.budget`` chooses the block size."""
 
 
 class StepKind(Enum):

@@ -11,6 +11,7 @@ with gradients, and entropies as plain values.
   dfs         one tree node per call, depth first, recomputing (arXiv 2602.00482)
   areal       AReaL's packed trees; with ``--variants`` alone, for it needs areal
   dta         this package: fragments, loss positions only
+  dta_whole   the same with the last layer run on all tokens
 """
 
 # S = positions, V = vocabulary, E = edges (a position and a token that may follow it)
@@ -236,7 +237,8 @@ def make_variant(name: str, model: Any, budgets: dict[str, Any]) -> Variant:
     Args:
         name: one of VARIANTS, ``areal``, or ``dta@BLOCK`` or ``dta@BLOCK/RETAIN`` to
             have several budgets side by side (RETAIN a number or ``all``).
-        budgets: arguments of ExecutorConfig for a plain ``dta``; the rest is automatic.
+        budgets: arguments of ExecutorConfig for a plain ``dta`` or ``dta_whole``; the
+            rest is automatic.
 
     Raises:
         ValueError: no variant of that name.
@@ -252,7 +254,8 @@ def make_variant(name: str, model: Any, budgets: dict[str, Any]) -> Variant:
     elif spec or kind not in VARIANTS:
         known = ", ".join((*VARIANTS, "areal"))
         raise ValueError(f"variant {name!r}; expected one of {known}")
-    if kind == "dta":
+    if kind in ("dta", "dta_whole"):
+        budgets = {**budgets, "whole_last_layer": kind == "dta_whole"}
         return Tree(name, model, ExecutorConfig(**budgets), loss_positions_only=True)
     return VARIANTS[kind](model)
 
@@ -291,6 +294,9 @@ VARIANTS: dict[str, Callable[[Any], Variant]] = {
     "packed": lambda model: Packed("packed", model),
     "dfs": _dfs,
     "dta": lambda model: Tree("dta", model, ExecutorConfig(), True),
+    "dta_whole": lambda model: Tree(
+        "dta_whole", model, ExecutorConfig(whole_last_layer=True), True
+    ),
 }
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_dta.executor.block_layout import BlockShape
+from areal_dta.executor.layout.block_layout import BlockShape
 
 
 @st.composite

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor, oracle
-from areal_dta.executor.block_layout import BlockShape
 from areal_dta.executor.kernels import (
     KERNELS,
     Mask,
@@ -20,6 +19,7 @@ from areal_dta.executor.kernels import (
 )
 from areal_dta.executor.kernels.flash_cuda import FlashCudaKernel, Lengths
 from areal_dta.executor.kv_cache import PathCache
+from areal_dta.executor.layout.block_layout import BlockShape
 from areal_dta.tree import PrefixTree
 from tests.builders import random_batch
 from tests.executor.test_block_layout import shapes

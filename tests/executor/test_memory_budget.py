@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor, memory_budget
+from areal_dta.executor import ExecutorConfig, TreeExecutor
 from areal_dta.executor.block import BlockRunner
-from areal_dta.executor.memory_budget import (
+from areal_dta.executor.memory import budget as memory_budget
+from areal_dta.executor.memory.budget import (
     MAX_BLOCK_TOKENS,
     MIN_BLOCK_TOKENS,
     MIN_CHOSEN_BLOCK,

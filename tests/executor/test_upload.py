@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor, traversal
-from areal_dta.executor.kernels.upload import upload
+from areal_dta.executor import ExecutorConfig, TreeExecutor
+from areal_dta.executor.layout import tree_arrays
+from areal_dta.executor.layout.upload import upload
 from areal_dta.tree import PrefixTree
 from tests.models import VOCAB_SIZE, gradients, tiny_model
 
@@ -50,7 +51,7 @@ def test_a_tree_that_is_uploaded_ahead_trains_as_on_a_cpu(
     found = []
     for is_ahead in (False, True):
         monkeypatch.setattr(
-            traversal, "uploads_ahead", lambda device, is_ahead=is_ahead: is_ahead
+            tree_arrays, "uploads_ahead", lambda device, is_ahead=is_ahead: is_ahead
         )
         model = tiny_model(name)
         executor = TreeExecutor(model, ExecutorConfig(8, retain_tokens, kernel=kernel))

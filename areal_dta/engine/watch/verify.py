@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from areal_dta.areal_fixes.fsdp2 import compute_dtype
 from areal_dta.engine.fsdp_gather_step import PeerFailure
 from areal_dta.executor import Positions, TreeExecutor, oracle
-from areal_dta.executor.memory_budget import is_out_of_memory
+from areal_dta.executor.memory.budget import is_out_of_memory
 from areal_dta.tree import PrefixTree
 
 NUM_SEQUENCES: Final = 4

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from areal_dta.executor.block_layout import BlockShape
+from areal_dta.executor.layout.block_layout import BlockShape
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_dta.executor.block_layout import Range
 from areal_dta.executor.kernels.base import Gradients, Scoring, Term, accumulation_dtype
+from areal_dta.executor.layout.block_layout import Range
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_dta.executor.block_layout import BlockShape, Range
 from areal_dta.executor.kernels.base import (
     Gradients,
     Mask,
@@ -28,6 +27,7 @@ from areal_dta.executor.kernels.base import (
     accumulation_dtype,
     merge,
 )
+from areal_dta.executor.layout.block_layout import BlockShape, Range
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _MAX_HEAD_DIM = 256

@@ -1,0 +1,1 @@
+"""Where everything of a tree and its blocks lies, and how the device learns of it."""
