@@ -97,6 +97,14 @@ REPAIRS: Final = (
         "delete the controller's own `wait`",
     ),
     Repair(
+        "trainer_steps.staleness_control_at_controller",
+        "Each rollout worker has a staleness control of its own, which counts what the "
+        "controller gave up (rejected, too late, not to be fetched) as trained on: its "
+        "capacity shrinks for good, and in the end the run stands still.",
+        "workers in single-controller mode have no staleness control",
+        _LEAVE,
+    ),
+    Repair(
         "trainer_steps.with_secret_key",
         "The agent proxy's default key is public, and the same for every run.",
         "a random default of `AgentConfig.admin_api_key`",

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from aiohttp import ClientError
-from areal.api.cli_args import AgentConfig
+from areal.api.cli_args import AgentConfig, InferenceEngineConfig
 from areal.infra.rpc.rtensor import RTensor
 from areal.infra.utils.concurrent import run_async_task
 from areal.utils import logging, name_resolve, names
@@ -24,6 +24,8 @@ from areal_dta.config.resolved import ResolvedRun
 logger = logging.getLogger("TrainerSteps")
 
 Call = Callable[..., Any]
+
+_NO_LIMIT = int(1e12)  # as AReaL has it for evaluation
 
 
 def saved_together(saver: Any) -> AbstractContextManager[None]:
@@ -97,6 +99,28 @@ def free_tensors(results: Any) -> None:
             logger.warning(
                 f"{len(shards)} tensors on {address} were not freed: {error!r}"
             )
+
+
+def staleness_control_at_controller(scheduler: Any) -> AbstractContextManager[None]:
+    """Let rollout workers that are created meanwhile start whatever they are sent.
+
+    Their controller alone decides when a rollout may start.
+
+    Args:
+        scheduler: one of AReaL's.
+    """
+
+    def without_limit(create: Call) -> Call:
+        async def create_engine(*args: Any, **kwargs: Any) -> Any:
+            if isinstance(config := kwargs.get("config"), InferenceEngineConfig):
+                config = copy.deepcopy(config)
+                config.max_head_offpolicyness = _NO_LIMIT
+                kwargs["config"] = config
+            return await create(*args, **kwargs)
+
+        return create_engine
+
+    return wrapped(scheduler, "create_engine", without_limit)
 
 
 def with_secret_key(run: ResolvedRun) -> ResolvedRun:

@@ -26,6 +26,7 @@ from areal_dta.areal_fixes.registry import wrapped
 from areal_dta.areal_fixes.trainer_steps import (
     critic_stats,
     free_results,
+    staleness_control_at_controller,
     teacher_cleared,
     with_secret_key,
 )
@@ -178,10 +179,15 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
     ) -> Any:
         if is_eval and self.valid_dataloader is None:
             return None  # nothing to evaluate: saves a process
-        if rollout_config.engine == "local":
-            controller = self._init_local_rollout(deepcopy(rollout_config), is_eval)
-        else:
-            controller = super()._init_rollout(rollout_config, is_eval, lora_path)
+        with (
+            staleness_control_at_controller(self.scheduler)
+            if isinstance(self.actor, DispatchController)
+            else nullcontext()
+        ):
+            if rollout_config.engine == "local":
+                controller = self._init_local_rollout(deepcopy(rollout_config), is_eval)
+            else:
+                controller = super()._init_rollout(rollout_config, is_eval, lora_path)
         if isinstance(controller, RolloutController):
             if is_eval:
                 free_results(controller)

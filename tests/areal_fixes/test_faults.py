@@ -14,41 +14,37 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import nullcontext
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
-from areal.api import FinetuneSpec, Job
+from areal.api import Job
 from areal.api.cli_args import (
-    AgentConfig,
     NameResolveConfig,
     NormConfig,
-    SaverConfig,
 )
 from areal.infra.rpc import rtensor
 from areal.infra.scheduler.local import LocalScheduler
 from areal.infra.scheduler.slurm import SlurmScheduler
-from areal.trainer.rl_trainer import PPOTrainer
-from areal.utils import name_resolve, names
+from areal.utils import name_resolve
 from areal.utils.data import Normalization, broadcast_tensor_container
 from areal.utils.recover import RecoverHandler
-from areal.utils.saver import Saver
 
 from areal_dta.areal_fixes.loopback import LOOPBACK, bypass_proxies
 from areal_dta.areal_fixes.registry import REPAIRS
-from areal_dta.areal_fixes.trainer_steps import critic_stats, saved_together
 from areal_dta.areal_fixes.training_engines import (
     keep_lone_payloads,
     read_own_results,
 )
-from tests.areal_fixes import test_faults_of_proxy_and_loggers
+from tests.areal_fixes import (
+    test_faults_of_proxy_and_loggers,
+    test_faults_of_trainer_steps,
+)
 from tests.areal_fixes.slots import Engine, dump, handler, load
 from tests.areal_fixes.test_slurm_scheduler import SPEC, sbatch_script, slurm_config
 
@@ -57,7 +53,8 @@ pytestmark = pytest.mark.timeout(120)
 
 def test_every_repair_has_its_fault_here() -> None:
     prefix = "test_without_"
-    found = {**globals(), **vars(test_faults_of_proxy_and_loggers)}
+    others = test_faults_of_proxy_and_loggers, test_faults_of_trainer_steps
+    found = {**globals(), **{k: v for x in others for k, v in vars(x).items()}}
     tested = {name for name in found if name.startswith(prefix)}
     assert tested == {prefix + repair.name.split(".")[1] for repair in REPAIRS}
 
@@ -84,92 +81,6 @@ def test_without_RecoverableEngine() -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     assert sorted(DCPState(model, optimizer).state_dict()) == ["model", "optim"]
-
-
-def test_without_saved_together(tmp_path: Path) -> None:
-    def saved_in_steps(repaired: bool) -> list[tuple[str, int]]:
-        config = SaverConfig(
-            experiment_name="e",
-            trial_name=str(repaired),
-            fileroot=str(tmp_path),
-            freq_steps=3,
-        )
-        spec = FinetuneSpec(total_train_epochs=1, dataset_size=8, train_batch_size=1)
-        trainer: Any = PPOTrainer.__new__(PPOTrainer)
-        trainer.saver = Saver(config, spec)
-        trainer.tokenizer = trainer.processor = None
-        saved: list[tuple[str, int]] = []
-        step = 0
-        for name in ("actor", "critic"):
-            engine = SimpleNamespace(save=lambda _, n=name: saved.append((n, step)))
-            setattr(trainer, name, engine)
-        for step in range(3):  # noqa: B007  # `save` reads it
-            with saved_together(trainer.saver) if repaired else nullcontext():
-                trainer._save_hf(0, step, step)
-        return saved
-
-    assert saved_in_steps(repaired=False) == [("actor", 1), ("critic", 2)]
-    assert saved_in_steps(repaired=True) == [("actor", 2), ("critic", 2)]
-
-
-def test_without_critic_stats() -> None:
-    trainer: Any = MagicMock()
-    trainer.actor.export_stats.return_value = {"actor": 1.0}
-    trainer.rollout.export_stats.return_value = {}
-    trainer.eval_rollout = None
-    PPOTrainer._export_and_commit_stats(trainer, 0, 0, 0)
-    trainer.stats_logger.commit.assert_called_once_with(0, 0, 0, {"actor": 1.0})
-    assert not trainer.critic.mock_calls
-    trainer.critic._custom_function_call.return_value = {"values": 2.0}
-    assert critic_stats(trainer.critic) == {"critic/values": 2.0}
-
-
-def test_without_teacher_cleared() -> None:
-    """One step of AReaL's loop, with everything else replaced."""
-    trainer: Any = MagicMock()
-    trainer.config.total_train_steps = 1
-    trainer.config.total_train_epochs = 1
-    trainer.recover_info = None
-    trainer.config.memory_profiler = None
-    trainer.config.rollout.agent.mode = "inline"
-    trainer.train_dataloader.__len__.return_value = 1
-    trainer.actor.prepare_batch.return_value = [{}]
-    PPOTrainer.train(trainer, workflow="not.used")
-    for name in ("actor", "critic", "ref"):
-        assert getattr(trainer, name).clear_batches.called
-    assert trainer.teacher.compute_logp.called
-    assert not trainer.teacher.clear_batches.called
-
-
-def test_without_free_results() -> None:
-    """AReaL waits for evaluation rollouts, and forgets what it got."""
-    trainer: Any = MagicMock()
-    trainer.valid_dataloader = [[{}], [{}]]
-    results = trainer.eval_rollout.wait.return_value
-    PPOTrainer._evaluate_fn(trainer, "not.used", None)
-    trainer.eval_rollout.wait.assert_called_once_with(2, timeout=None)
-    assert not results.mock_calls
-    assert not trainer.eval_rollout.clear_batches.called
-    assert not trainer.actor.clear_batches.called
-
-
-def test_without_with_secret_key() -> None:
-    assert AgentConfig.admin_api_key == "areal-admin-key"
-
-
-def test_without_start_name_service(tmp_path: Path) -> None:
-    from areal.infra import RayScheduler
-
-    name_resolve.reconfigure(
-        NameResolveConfig(type="nfs", nfs_record_root=str(tmp_path))
-    )
-    old = f"{names.trial_root('e', 't')}/old"
-    name_resolve.add(old, "of an earlier run")
-    config: Any = MagicMock()
-    config.experiment_name, config.trial_name = "e", "t"
-    config.cluster.fileroot = str(tmp_path)
-    RayScheduler(exp_config=config)
-    assert name_resolve.get(old) == "of an earlier run"
 
 
 def test_without_BoundedLocalScheduler(tmp_path: Path) -> None:

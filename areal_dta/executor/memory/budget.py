@@ -308,10 +308,13 @@ def measure_graph_bytes(
     """Measure the bytes per token that autograd saves, on a block of ``num_tokens``.
 
     One output is needed, so that the logits, whose number the batch decides, are left
-    out. No gradient is computed.
+    out; the last layer runs on all tokens, as where all outputs are needed. No gradient
+    is computed.
     """
     config = config or ExecutorConfig()
-    config = dataclasses.replace(config, block_tokens=num_tokens, retain_tokens=None)
+    config = dataclasses.replace(
+        config, block_tokens=num_tokens, retain_tokens=None, whole_last_layer=True
+    )
     length = num_tokens + (outputs == "logprobs")  # the last token is a label only
     tree = PrefixTree.from_sequences([np.zeros(length, np.int64)])
     read = np.zeros(num_tokens, bool)
