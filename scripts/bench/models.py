@@ -18,6 +18,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     name: dict(zip(_FIELDS, sizes, strict=True))
     for name, sizes in {
         "tiny": (512, 64, 128, 2, 4, 2, 16),
+        "4m": (8192, 256, 768, 2, 4, 2, 64),
         "20m": (32768, 256, 768, 16, 4, 2, 64),
         "qwen3-0.6b": (151936, 1024, 3072, 28, 16, 8, 128),
         "qwen3-1.7b": (151936, 2048, 6144, 28, 16, 8, 128),
