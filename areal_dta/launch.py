@@ -11,7 +11,6 @@ Exit codes: 0 done, 1 the run failed, 2 the configuration cannot work, 130 Ctrl-
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import shlex
 import signal
@@ -29,11 +28,12 @@ from rich.console import Console
 from areal_dta.config.composed import ConfigError
 from areal_dta.config.redaction import redact_text
 from areal_dta.processes.log_rotation import remove_rotated, rotate
+from areal_dta.processes.run_lock import locked
 from areal_dta.processes.slurm_jobs import JOBS_FILE, cancel_leftovers
 from areal_dta.processes.supervisor import Event, Supervisor
 from areal_dta.report.live_table import RunView
 from areal_dta.report.log_alerts import AlertReader
-from areal_dta.report.plot import CURVES, plot_curve, plot_waits
+from areal_dta.report.plot import draw_run
 from areal_dta.report.step_metrics import StepMetrics, read_metrics
 from areal_dta.startup.compose import compose, find_config, project_config_dir, run_dir
 
@@ -230,15 +230,8 @@ class Launcher:
         steps = read_metrics(metrics_path) if metrics_path.exists() else []
         say = partial(self._console.print, soft_wrap=True, highlight=False)
         if steps:
-            title = f"{self.directory.parent.name} / {self.directory.name}"
-            for name in CURVES:
-                path = self.directory / f"{name}.png"
-                if plot_curve(steps, path, name, title, self._note):
-                    say(f"{name + ' curve':<13} {path}")
-                    break  # beside a reward, a policy's loss says nothing
-            path = self.directory / "waits.png"
-            if plot_waits(steps, path, title):
-                say(f"waits         {path}")
+            for name, path in draw_run(self.directory, self._note):
+                say(f"{name:<13} {path}")
             say(f"metrics       {metrics_path}")
         if self._checkpoint is not None:
             say(f"checkpoint    {self._checkpoint}")
@@ -279,29 +272,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as e:
         print(f"areal_dta: {redact_text(str(e))}", file=sys.stderr)
         return 2
-
-
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Lock a run's directory, so that no two runs write into it.
-
-    Raises:
-        ConfigError: another run holds the lock, or the directory is not writable.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = open(directory / ".lock", "w")
-    except OSError as e:
-        raise ConfigError(f"cannot write to {directory}: {e.strerror}") from e
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
-            raise ConfigError(
-                f"another run is using {directory}; wait for it, "
-                "or set another trial_name"
-            ) from e
-        yield
 
 
 @contextmanager

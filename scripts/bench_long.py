@@ -90,7 +90,9 @@ def table(points: Sequence[dict[str, Any]]) -> str:
         peaks = [f"{p['peak_bytes'] / 2**20:,.0f}" if p else "–" for p in of_length]
         seconds = [f"{p['seconds']:,.1f}" if p else "–" for p in of_length]
         rows.append([f"{length:,}", *peaks, *seconds])
-    titles = [f"{label}, {unit}" for unit in ("MiB", "s") for label in VARIANTS.values()]
+    titles = [
+        f"{label}, {unit}" for unit in ("MiB", "s") for label in VARIANTS.values()
+    ]
     return markdown_table(["tokens", *titles], rows)
 
 

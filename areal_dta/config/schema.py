@@ -136,6 +136,7 @@ class JobFields:
     """Mixin; our additions to AReaL's configuration of every experiment."""
 
     algorithm: str = "ppo"
+    """ppo: everything that learns from rollouts (GRPO, PPO, ...); sft, dpo or rw."""
     schema: str = ""
     """Import string of a recipe's configuration class: a subclass of the algorithm's,
     with sections of its own."""

@@ -1,10 +1,16 @@
-"""The live view of a run: a rich table on a terminal, plain lines elsewhere."""
+"""The live view of a run: a rich table on a terminal, plain lines elsewhere.
+
+On a terminal that is too narrow for the titles and all digits, heads are short and
+numbers have three digits: all columns fit into 80. What does not fit even then is left
+out, the least important column first.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +25,7 @@ from rich.text import Text
 from areal_dta.report.step_metrics import StepMetrics
 
 SHOWN_STEPS = 12
+_UNBOUNDED = 10_000  # columns of a terminal that would hold anything
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,45 +34,87 @@ class Column:
 
     title: str
     """Head of the column, with its unit."""
+    short: str
+    """The same for narrow terminals."""
     label: str
     """Name on plain lines."""
     value: Callable[[StepMetrics], float | int | None]
     format: str
     scale: float = 1.0
+    short_format: str = ""
+    """Format on narrow terminals; empty: `brief`."""
+    rank: int = 0
+    """Columns of higher rank are left out first."""
 
-    def text(self, metrics: StepMetrics) -> str:
+    def text(self, metrics: StepMetrics, is_narrow: bool = False) -> str:
         value = self.value(metrics)
-        return "-" if value is None else format(value * self.scale, self.format)
+        if value is None:
+            return "-"
+        value *= self.scale
+        if is_narrow and not self.short_format:
+            return brief(value)
+        return format(value, self.short_format if is_narrow else self.format)
 
 
-_LOSS = Column("loss", "loss", lambda m: m.loss, "+.4f")
-_REWARD = Column("reward", "reward", lambda m: m.reward, ".3f")
-_ACCURACY = Column("accu-\nracy", "accuracy", lambda m: m.accuracy, ".3f")
-_ROLLOUT = Column("rollout\ns", "rollout_s", lambda m: m.rollout_seconds, ".2f")
+def brief(value: float) -> str:
+    """Return a number in at most four characters: 0.25, 12.5, 125, 1.3k, 12k, 1.2M.
+
+    Five if it is negative.
+    """
+    size = abs(value)
+    for limit, unit in ((1e3, ""), (1e6, "k"), (1e9, "M"), (math.inf, "G")):
+        scaled = size / limit * 1e3 if unit else size
+        if scaled < 999.5 or unit == "G":
+            break
+    if float(value).is_integer() and not unit:
+        return f"{value:.0f}"
+    decimals = (2, 1, 0) if not unit else (1, 0, 0)
+    digits = decimals[0 if scaled < 9.995 else 1 if scaled < 99.95 else 2]
+    return f"{'-' if value < 0 else ''}{scaled:.{digits}f}{unit}"
+
+
+_LOSS = Column("loss", "loss", "loss", lambda m: m.loss, "+.4f", 1.0, "+.3f")
+_REWARD = Column("reward", "re-\nward", "reward", lambda m: m.reward, ".3f", 1.0, ".3f")
+_ACCURACY = Column(
+    "accu-\nracy", "accu-\nracy", "accuracy", lambda m: m.accuracy, ".3f", 1.0, ".3f"
+)
+_ROLLOUT = Column(
+    "rollout\ns", "roll\ns", "rollout_s", lambda m: m.rollout_seconds, ".2f"
+)
 _TOO_OLD = Column(
     "too old\ns",
+    "old\ns",
     "too_old_s",
     lambda m: m.wait.get("wait/policy_too_old") if m.wait else None,
     ".2f",
+    rank=3,
 )
-_TRAIN = Column("train\ns", "train_s", lambda m: m.train_seconds, ".2f")
-_UPDATE = Column("update\ns", "update_s", lambda m: m.update_seconds, ".2f")
-_STEP = Column("step\ns", "step_s", lambda m: m.step_seconds, ".2f")
+_TRAIN = Column("train\ns", "trn\ns", "train_s", lambda m: m.train_seconds, ".2f")
+_UPDATE = Column(
+    "update\ns", "upd\ns", "update_s", lambda m: m.update_seconds, ".2f", rank=2
+)
+_STEP = Column("step\ns", "step\ns", "step_s", lambda m: m.step_seconds, ".2f")
 _DROPPED = Column(
     "not\ntrained",
+    "un-\nused",
     "not_trained",
     lambda m: m.collector.get("collector/dropped") if m.collector else None,
     ",.0f",
+    rank=4,
 )
 _HITS = Column(
     "prefix\nhits %",
+    "hit\n%",
     "prefix_hits_%",
     lambda m: m.rollout.get("prefix_hit_rate") if m.rollout else None,
     ".0f",
     100.0,
+    ".0f",
+    rank=5,
 )
 _ALARM = Column(
     "verify\nalarm",
+    "al-\narm",
     "verify_alarm",
     lambda m: max(
         (v for k, v in (m.verify or {}).items() if "alarm" in k), default=None
@@ -73,11 +122,28 @@ _ALARM = Column(
     ".0f",
 )
 _BATCH = (
-    Column("grad\nnorm", "grad_norm", lambda m: m.grad_norm, ".3f"),
-    Column("sequence\ntokens", "sequence_tokens", lambda m: m.sequence_tokens, ",.0f"),
-    Column("tree\ntokens", "tree_tokens", lambda m: m.tree_tokens, ",.0f"),
-    Column("sharing\nratio", "sharing", lambda m: m.sharing_ratio, ".2f"),
-    Column("saving\n%", "saving_%", lambda m: m.predicted_saving, ".0f", 100.0),
+    Column("grad\nnorm", "grad", "grad_norm", lambda m: m.grad_norm, ".3f", rank=1),
+    Column(
+        "sequence\ntokens",
+        "seq.\ntok.",
+        "sequence_tokens",
+        lambda m: m.sequence_tokens,
+        ",.0f",
+    ),
+    Column(
+        "tree\ntokens", "tree\ntok.", "tree_tokens", lambda m: m.tree_tokens, ",.0f"
+    ),
+    Column("sharing\nratio", "sha-\nring", "sharing", lambda m: m.sharing_ratio, ".2f"),
+    Column(
+        "saving\n%",
+        "sav\n%",
+        "saving_%",
+        lambda m: m.predicted_saving,
+        ".0f",
+        100.0,
+        ".0f",
+        rank=6,
+    ),
 )
 COLUMNS: Final = {
     "ppo": (
@@ -156,18 +222,37 @@ class RunView:
     def __rich__(self) -> RenderableType:
         parts: list[RenderableType] = []
         if self._steps:
-            table = Table(box=None, pad_edge=False, header_style="bold")
-            table.add_column("step", justify="right")
-            for column in self._columns:
-                table.add_column(column.title, justify="right")
-            for metrics in self._steps:
-                table.add_row(
-                    self._step_of(metrics), *(c.text(metrics) for c in self._columns)
-                )
-            parts.append(table)
+            parts.append(self._table())
         if self._status:
             parts.append(self._status_line())
         return Group(*parts)
+
+    def _table(self) -> Table:
+        """Return the table with as much of each column as the terminal has room for."""
+        columns = list(self._columns)
+        table = self._table_of(columns, is_narrow=False)
+        while columns and self._is_too_wide(table):
+            table = self._table_of(columns, is_narrow=True)
+            if self._is_too_wide(table):
+                columns.remove(max(columns, key=lambda column: column.rank))
+        return table
+
+    def _is_too_wide(self, table: Table) -> bool:
+        unbounded = self._console.options.update(width=_UNBOUNDED)
+        needed = self._console.measure(table, options=unbounded).maximum
+        return needed > self._console.width
+
+    def _table_of(self, columns: Sequence[Column], is_narrow: bool) -> Table:
+        padding = (0, 1, 0, 0) if is_narrow else (0, 1)
+        table = Table(box=None, pad_edge=False, header_style="bold", padding=padding)
+        table.add_column("step", justify="right", no_wrap=True)
+        for column in columns:
+            title = column.short if is_narrow else column.title
+            table.add_column(title, justify="right", no_wrap=True)
+        for metrics in self._steps:
+            step = str(metrics.step) if is_narrow else self._step_of(metrics)
+            table.add_row(step, *(c.text(metrics, is_narrow) for c in columns))
+        return table
 
     def _status_line(self) -> RenderableType:
         line = Table.grid(padding=(0, 1))

@@ -28,6 +28,7 @@ _GRAD_NORM = (
 )
 _ACCURACY = ("dpo/reward_accuracy/avg", "rw/correct_ratio/avg")
 _VALUE_LOSS = "ppo_critic/critic_loss/avg"
+_EVAL_REWARD = "eval-rollout/reward"
 _GAP, _GAP_TOKENS = "logprob_gap/max", "logprob_gap/num_tokens"
 _ROLLOUT_SECONDS = "timeperf/rollout"
 _UPDATE_SECONDS = "timeperf/update_weights"
@@ -109,6 +110,8 @@ class StepMetrics:
     wait: dict[str, float] = field(default_factory=dict)
     """Seconds that the trainer waited, by reason (keys ``wait/*``); what is left of the
     step is its own work."""
+    eval_reward: float | None = None
+    """Mean reward of the evaluation set, in steps after which it was evaluated."""
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> StepMetrics:
@@ -185,6 +188,7 @@ def step_metrics(
         },
         logprob_seconds=sum(logprobs) if train else None,
         wait={key: value for key, value in finite.items() if key.startswith("wait/")},
+        eval_reward=first(_EVAL_REWARD),
     )
 
 

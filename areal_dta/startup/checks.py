@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import shlex
+from collections.abc import Mapping
 from importlib.util import find_spec
 from shutil import which
 
@@ -44,8 +45,12 @@ SCHEDULERS = ("local", "ray", "slurm")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*\Z")
 
 
-def check_run(run: ResolvedRun, composed: Composed) -> list[str]:
+def check_run(run: ResolvedRun, composed: Composed | None = None) -> list[str]:
     """Run all checks, cheap ones first.
+
+    Args:
+        composed: what the run was composed of; None if an own script has made the
+            configuration, and loads its data itself.
 
     Returns:
         Notes for the user, e.g. one per setting that is switched off.
@@ -58,7 +63,7 @@ def check_run(run: ResolvedRun, composed: Composed) -> list[str]:
     check_names(config)
     check_scheduler(config)
     check_versions(run)
-    check_hardware(run, composed)
+    check_hardware(run, {} if composed is None else composed.choices)
     rollout_notes = check_rollouts(run)
     notes = []
     for model in run.models:
@@ -68,7 +73,8 @@ def check_run(run: ResolvedRun, composed: Composed) -> list[str]:
     for key in ("workflow", "reward_fn", "dataset_fn", "group_filter"):
         if path := getattr(config, key, ""):
             load_object(path, key)
-    check_dataset_path(config.train_dataset.path)
+    if composed is not None:
+        check_dataset_path(config.train_dataset.path)
     check_token_limits(run)
     for model in run.models:
         check_model(model, config.trust_remote_code)
@@ -137,11 +143,15 @@ def uses_agent_proxy(config: DTAGRPOConfig) -> bool:
     return is_online or not (is_class or isinstance(workflow, RolloutWorkflow))
 
 
-def check_hardware(run: ResolvedRun, composed: Composed) -> None:
-    """Check that the machine has the GPUs that the run asks for."""
+def check_hardware(run: ResolvedRun, choices: Mapping[str, str]) -> None:
+    """Check that the machine has the GPUs that the run asks for.
+
+    Args:
+        choices: the option taken for each config group.
+    """
     gpus = num_gpus()
     is_local = run.config.scheduler.type == "local"
-    if composed.choices.get("hardware") == "gpu" and is_local and gpus == 0:
+    if choices.get("hardware") == "gpu" and is_local and gpus == 0:
         raise ConfigError(f"hardware=gpu, but {detect_hardware()[1]}; use hardware=cpu")
     for model in run.models:
         key, backend = f"{model.name}.backend={model.config.backend}", model.backend

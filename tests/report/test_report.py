@@ -1,26 +1,19 @@
-"""metrics.jsonl, the table, the curve, the alerts."""
+"""metrics.jsonl, the meter of batches, the alerts."""
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import json
 import math
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from areal_dta.collector.collector import Collector
 from areal_dta.collector.planned_batch import PlannedBatch
-from areal_dta.config.schema import ALGORITHMS
 from areal_dta.report.batch_sharing import BatchMeter
-from areal_dta.report.live_table import COLUMNS, SHOWN_STEPS, RunView
 from areal_dta.report.log_alerts import AlertReader
-from areal_dta.report.plot import plot_curve, running_mean
 from areal_dta.report.step_metrics import (
     MetricsWriter,
     StepMetrics,
@@ -240,98 +233,6 @@ class TestMeter:
         for name in ("num_sequences", "sequence_tokens", "tree_tokens"):
             assert getattr(found, name) == getattr(expected, name)
         assert found.sharing_ratio == pytest.approx(expected.sharing_ratio)
-
-    def test_the_table_counts_what_is_not_trained(self) -> None:
-        metrics = step_metrics(1, {"collector/dropped": 3.0}, None, 1.0)
-        (column,) = [c for c in COLUMNS["ppo"] if c.label == "not_trained"]
-        assert column.text(metrics) == "3"
-
-    def test_the_table_shows_the_hit_rate_of_the_server(self) -> None:
-        stats = {"rollout/prefix_hit_rate": 0.934}
-        (column,) = [c for c in COLUMNS["ppo"] if c.label == "prefix_hits_%"]
-        assert column.text(step_metrics(1, stats, None, 1.0)) == "93"
-
-
-class TestView:
-    def view(self, terminal: bool) -> tuple[RunView, io.StringIO]:
-        out = io.StringIO()
-        console = Console(
-            file=out, force_terminal=terminal, width=140, color_system=None
-        )
-        return RunView(console, clock=lambda: 0.0), out
-
-    def test_plain_lines_where_there_is_no_terminal(self) -> None:
-        view, out = self.view(terminal=False)
-        with view:
-            view.status("training")
-            view.set_run(50)
-            view.step(make_step(7))
-            view.message("[/not markup]")
-        lines = out.getvalue().splitlines()
-        assert lines[0] == "[0 s] training"
-        assert lines[1] == (
-            "step 7/50  reward 0.500  loss -0.0123  grad_norm 0.250  "
-            "sequence_tokens 9,600  tree_tokens 1,600  sharing 6.00  saving_% 80  "
-            "not_trained -  prefix_hits_% -  rollout_s 1.00  too_old_s -  "
-            "train_s 0.50  update_s 0.20  step_s 1.75"
-        )
-        assert lines[2] == "[/not markup]"
-
-    @pytest.mark.parametrize("algorithm", ALGORITHMS)
-    def test_columns_follow_the_algorithm(self, algorithm: str) -> None:
-        view, out = self.view(terminal=False)
-        with view:
-            view.set_run(50, algorithm)
-            view.step(dataclasses.replace(make_step(), accuracy=0.875))
-        line = out.getvalue()
-        assert ("reward 0.500" in line) is (algorithm == "ppo")
-        assert ("accuracy 0.875" in line) is (algorithm in ("dpo", "rw"))
-        assert "loss -0.0123" in line and "sharing 6.00" in line
-
-    def test_unknown_values_are_dashes(self) -> None:
-        view, out = self.view(terminal=False)
-        with view:
-            view.step(StepMetrics(1, *[None] * (len(fields(StepMetrics)) - 1)))
-        assert "reward -  loss -" in out.getvalue()
-
-    def test_table_on_a_terminal(self) -> None:
-        view, out = self.view(terminal=True)
-        with view:
-            view.set_run(50)
-            view.status("training")
-            for step in range(1, SHOWN_STEPS + 3):
-                view.step(make_step(step))
-        last = out.getvalue().rsplit("sharing", 1)[1]
-        shown = [line.split()[0] for line in last.splitlines() if "/50" in line]
-        assert shown == [f"{s}/50" for s in range(3, SHOWN_STEPS + 3)]
-        assert "9,600" in last
-        assert "6.00" in last
-
-
-class TestPlot:
-    def test_running_mean(self) -> None:
-        assert running_mean([1.0, 2.0, 3.0, 4.0], window=2) == [1.0, 1.5, 2.5, 3.5]
-        assert running_mean([]) == []
-
-    def test_png(self, tmp_path: Path) -> None:
-        steps = [make_step(s, reward=s / 10) for s in range(1, 6)]
-        path = tmp_path / "reward.png"
-        assert plot_curve(steps, path, "reward", "title", "A note. " * 40)
-        assert path.read_bytes().startswith(b"\x89PNG")
-
-    def test_losses(self, tmp_path: Path) -> None:
-        steps = [make_step(s, reward=None) for s in range(1, 6)]
-        path = tmp_path / "loss.png"
-        assert plot_curve(steps, path, "loss", "title")
-        assert path.read_bytes().startswith(b"\x89PNG")
-
-    def test_no_reward_no_file(self, tmp_path: Path) -> None:
-        assert not plot_curve([make_step(reward=None)], tmp_path / "x.png", "reward")
-        assert list(tmp_path.iterdir()) == []
-
-
-class TestAlerts:
-    LINE = "\x1b[33m(AReaL)\x1b[0m \x1b[33m20260101-10:00:00.123 {}: {}\x1b[0m\n"
 
     def reader(self, path: Path) -> AlertReader:
         path.write_text("")

@@ -12,6 +12,7 @@ import pytest
 from areal_dta import launch
 from areal_dta.config.schema import DTAGRPOConfig
 from areal_dta.embedded import tiny_model_path
+from areal_dta.processes.run_lock import locked
 from areal_dta.report.batch_sharing import BatchMeter, model_flops
 from areal_dta.startup.compose import project_config_dir, run_dir
 from areal_dta.startup.dry_run import minimum_sharing, num_parameters
@@ -159,10 +160,10 @@ class TestCommandLine:
         self, cwd: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
         directory = cwd / "outputs" / "gsm8k-grpo" / "trial0"
-        with launch.locked(directory):
+        with locked(directory):
             assert launch.main(["--config", "gsm8k_grpo.yaml"]) == 2
         assert "another run is using" in capfd.readouterr().err
-        with launch.locked(directory):
+        with locked(directory):
             pass  # free again
 
 
