@@ -132,7 +132,3 @@ class TestView:
         stats = {"rollout/prefix_hit_rate": 0.934}
         (column,) = [c for c in COLUMNS["ppo"] if c.label == "prefix_hits_%"]
         assert column.text(step_metrics(1, stats, None, 1.0)) == "93"
-
-
-class TestAlerts:
-    LINE = "\x1b[33m(AReaL)\x1b[0m \x1b[33m20260101-10:00:00.123 {}: {}\x1b[0m\n"

@@ -234,6 +234,10 @@ class TestMeter:
             assert getattr(found, name) == getattr(expected, name)
         assert found.sharing_ratio == pytest.approx(expected.sharing_ratio)
 
+
+class TestAlerts:
+    LINE = "\x1b[33m(AReaL)\x1b[0m \x1b[33m20260101-10:00:00.123 {}: {}\x1b[0m\n"
+
     def reader(self, path: Path) -> AlertReader:
         path.write_text("")
         return AlertReader(path)
