@@ -137,9 +137,9 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
         now = time.monotonic()
         step_seconds, self._since = now - self._since, now
         collector, planner = hook.collector, actor.planner
-        samples = actor.take_block_samples()
+        samples = np.array(actor.take_block_samples(), np.float64).reshape(-1, 8)
         if self.config.collector.refit_costs:
-            planner.observe(np.array(samples, np.float64).reshape(-1, 8))
+            planner.observe(samples)
         collector.add_seconds("meter", self._recorder.take_meter_seconds())
         stats = {**collector.take_metrics(step_seconds), **hook.traffic.take_metrics()}
         self._plan_seconds = stats["collector/wait_seconds"]
@@ -150,6 +150,8 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
         seconds = planner.seconds(collector.total)
         stats["collector/waiting_predicted_seconds"] = seconds
         stats["plan/measured_blocks"] = planner.num_samples()
+        # What the executor itself took of the training, over all ranks.
+        stats["plan/executor_seconds"] = float(samples[:, -2].sum())
         batch = hook.last_batch
         if isinstance(batch, PlannedBatch):
             stats |= actor.plan_batch(batch, batch.num_minibatches).metrics()

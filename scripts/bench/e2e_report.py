@@ -97,6 +97,9 @@ def summarize(runs: Sequence[Run], num_warm_up: int) -> dict[str, Any]:
         "load_average": [run.load_average for run in runs],
         "step_seconds": middle([r["step_seconds"] for r in kept]),
         **{f"{part}_seconds": middle([s[part] for s in splits]) for part in PARTS},
+        "executor_seconds": middle(
+            [r.get("collector", {}).get("plan/executor_seconds") for r in kept]
+        ),
         "waits": {k: middle([r.get("wait", {}).get(k) for r in kept]) for k in waits},
         "sequence_tokens": middle([r["sequence_tokens"] for r in kept]),
         "tree_tokens": middle([r["tree_tokens"] for r in kept]),
@@ -149,6 +152,7 @@ _COLUMNS: Final = {
     "wait for batch s": ("wait_seconds", ".2f"),
     "logprobs s": ("logprobs_seconds", ".2f"),
     "train s": ("train_seconds", ".2f"),
+    "of it executor s": ("executor_seconds", ".2f"),
     "weights s": ("update_seconds", ".2f"),
     "other s": ("other_seconds", ".2f"),
     "step, dense / this": ("step_ratio", ".2f"),
@@ -156,6 +160,7 @@ _COLUMNS: Final = {
     "sequence tokens": ("sequence_tokens", ",.0f"),
     "tree tokens": ("tree_tokens", ",.0f"),
     "prefix hits": ("prefix_hit_rate", ".2f"),
+    "logprob gap": ("logprob_gap", ".0e"),
 }
 
 
@@ -166,7 +171,7 @@ def table(workloads: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
     for workload, variants in workloads.items():
         rows = []
         for name, summary in variants.items():
-            cells = [_text(summary[key], spec) for key, spec in _COLUMNS.values()]
+            cells = [_text(summary.get(key), spec) for key, spec in _COLUMNS.values()]
             pairs = zip(summary["first_reward"], summary["last_reward"], strict=True)
             rewards = "; ".join(f"{a:.3f} to {b:.3f}" for a, b in pairs)
             rows.append([name, *cells, rewards or "-"])
