@@ -59,6 +59,8 @@ SAMPLED = ("memory MiB", "threads", "handles", "processes", "files")
 SAMPLE_SECONDS = 5.0
 WARM_UP_SECONDS = 90.0
 """Left out of the fit after each start."""
+STALL_SECONDS = 600.0
+"""A run without a step for so long, its start included, stands still."""
 END_SECONDS = 120.0
 """Time limit of a run's end after a kill."""
 
@@ -87,6 +89,13 @@ class Run:
             stderr=subprocess.DEVNULL,
         )
         self.marker = self._marker()
+        self._num_steps, self._since = -1, time.monotonic()
+
+    def last_step(self) -> float:
+        """Return when the last step was seen for the first time, else the start."""
+        if (num_steps := len(records(self.directory))) != self._num_steps:
+            self._num_steps, self._since = num_steps, time.monotonic()
+        return self._since
 
     def processes(self) -> list[psutil.Process]:
         return marked_processes(self.marker)
@@ -177,14 +186,17 @@ def soak(
                 raise RuntimeError(f"the run ended by itself, exit code {code}")
             sample = {"stretch": len(kills), "seconds": now - start, "age": now - began}
             samples.append(sample | run.sample())
-            if is_over or now - began >= 60 * kill_minutes:
+            target = run.find(victim) if now - began >= 60 * kill_minutes else None
+            if is_over or target is not None:  # one that still starts is waited for
                 break
+            if now - run.last_step() > STALL_SECONDS:
+                run.process.send_signal(signal.SIGINT)
+                raise RuntimeError(f"no step for {STALL_SECONDS:.0f} s")
         if is_over:
             run.process.send_signal(signal.SIGINT)
             print("end:", run.wait_until_gone() or "in good order", flush=True)
             break
-        target = run.find(victim)
-        assert target is not None, f"no {victim}"
+        assert target is not None
         step = len(records(run.directory))
         killed_at = time.monotonic()
         target.kill()
