@@ -141,7 +141,7 @@ class OwnScript:
         with self._watchdog.watching():
             ours.train(*args, **kwargs)
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind is None:
             self.close()
         else:  # workers may be gone: do not ask them to end
@@ -149,7 +149,6 @@ class OwnScript:
                 self.abort()
             finally:
                 self._end()
-        return False
 
     def close(self) -> None:
         ours: Any = super()

@@ -66,6 +66,17 @@ def test_links(source: str, text: str, expected: str) -> None:
     assert site_pages.linked(ROOT / source, text) == expected
 
 
+def test_ci_tests_by_the_command_of_the_readme() -> None:
+    commands = re.findall(
+        r"^pip install uv && .*$", (ROOT / "README.md").read_text(), re.M
+    )
+    train, test = commands
+    assert train.endswith("python -m areal_dta.launch --config gsm8k_grpo.yaml")
+    assert test in (ROOT / ".ci" / "run").read_text().splitlines()
+    start = (ROOT / "docs" / "index.md").read_text().splitlines()
+    assert train in start and test in start
+
+
 def test_links_of_the_readme_lead_to_files() -> None:
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         for target in re.findall(r"\]\((?!https?://|#)([^)#\s]+)", page.read_text()):
