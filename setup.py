@@ -27,7 +27,7 @@ setup(
     # configs/ lies beside the package for its readers, and inside it once installed.
     package_dir={"areal_dta.configs": "configs"},
     package_data={
-        "areal_dta": ["embedded/assets/**/*", "py.typed"],
+        "areal_dta": ["embedded/assets/**/*", "inspect/page.html", "py.typed"],
         "areal_dta.configs": ["*.yaml", "*/*.yaml"],
         "recipes": ["**/*.jinja", "**/*.md", "**/*.yaml"],
     },
@@ -39,7 +39,9 @@ setup(
         "datasets",
         "fastapi",
         "h11",
+        "huggingface-hub",
         "hydra-core",
+        "jinja2",
         "math-verify",
         "matplotlib",
         "numpy",

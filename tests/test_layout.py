@@ -32,6 +32,7 @@ LAYERS = (
     ("rollout_server",),
     ("embedded",),
     ("tasks", "report", "processes"),
+    ("inspect",),
     ("trainers",),
     ("startup",),
     ("launch",),
@@ -61,6 +62,7 @@ LIGHT = {
     "areal_dta.engine.setting_checks": "torch areal transformers",
     "areal_dta.rollout_server.server": "torch areal",
     "areal_dta.rollout_server.app": "areal",
+    "areal_dta.inspect.__main__": "torch areal transformers",
     "areal_dta.embedded": "torch areal transformers numpy",
     "areal_dta.launch, areal_dta.processes.supervisor": "torch areal matplotlib",
 }

@@ -224,9 +224,6 @@ class _Fit:
         return self._fitted
 
     def _fit(self) -> FloatArray:
-        # Imported here: what only runs the executor needs no SciPy.
-        from scipy.optimize import nnls
-
         # Blocks that the prior can price.
         prior = self.prior.as_array()
         x, y = self.samples[:, :-1], self.samples[:, -1]
@@ -234,6 +231,9 @@ class _Fit:
         priced = predicted > 0
         if not priced.any():
             return prior
+        # Imported here: what only runs the executor needs no SciPy.
+        from scipy.optimize import nnls
+
         x, y, arrival = x[priced], y[priced], self.arrival[priced]
         # Scale the prior to the speed of the newest run.
         run = _runs(arrival)

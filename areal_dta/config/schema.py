@@ -132,6 +132,22 @@ class LaunchOptions:
 
 
 @dataclass
+class ReportOptions:
+    """What a run writes beside its metrics."""
+
+    inspect_every: int = 0
+    """Write a page on every N-th batch, as ``python -m areal_dta.inspect`` makes it, to
+    ``inspect/`` in the run's directory; 0: never."""
+
+    def __post_init__(self) -> None:
+        if self.inspect_every < 0:
+            raise ValueError(
+                f"report.inspect_every={self.inspect_every}; expected 0 (never) or a "
+                "number of steps"
+            )
+
+
+@dataclass
 class JobFields:
     """Mixin; our additions to AReaL's configuration of every experiment."""
 
@@ -141,6 +157,7 @@ class JobFields:
     """Import string of a recipe's configuration class: a subclass of the algorithm's,
     with sections of its own."""
     launch: LaunchOptions = field(default_factory=LaunchOptions)
+    report: ReportOptions = field(default_factory=ReportOptions)
     dataset_fn: str = "areal_dta.tasks.gsm8k.load_dataset"
     """Import string of the function that loads the data set."""
     trust_remote_code: bool = False

@@ -27,6 +27,16 @@ from areal_dta.tree.prefix_tree import attended_pairs
 
 
 @dataclass(frozen=True, slots=True)
+class BatchTokens:
+    """Token ids of a batch, without padding."""
+
+    sequences: Sequence[NDArray[np.integer]]
+    loss_masks: Sequence[NDArray[Any]] | None
+    """Per sequence the tokens that carry loss, [length]; None: not known."""
+    rewards: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class BatchMeter:
     """Measures batches against one model and the engine's budgets."""
 
@@ -43,6 +53,16 @@ class BatchMeter:
         """Measure a batch as AReaL's controller holds it, one dict per item."""
         if isinstance(batch, PlannedBatch) and batch.sequences.reward is not None:
             return self._measure_collected(batch.sequences)
+        tokens = self.tokens(batch)
+        return self.measure_sequences(
+            tokens.sequences, tokens.rewards, tokens.loss_masks
+        )
+
+    def tokens(self, batch: Sequence[dict[str, Any]]) -> BatchTokens:
+        """Return the token ids of a batch, which travel here if they are elsewhere."""
+        if isinstance(batch, PlannedBatch) and batch.sequences.reward is not None:
+            known = batch.sequences
+            return BatchTokens(known.tokens_N, _masks(known))
         items = fetch(batch, ("input_ids", "attention_mask", "loss_mask", "rewards"))
         sequences = [s for item in items for s in _rows(item, "input_ids")]
         rewards = [
@@ -54,7 +74,7 @@ class BatchMeter:
         loss_masks = None
         if all("loss_mask" in item for item in items):
             loss_masks = [s for item in items for s in _rows(item, "loss_mask")]
-        return self.measure_sequences(sequences, rewards, loss_masks)
+        return BatchTokens(sequences, loss_masks, rewards)
 
     def measure_sequences(
         self,

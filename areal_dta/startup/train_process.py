@@ -26,6 +26,8 @@ from areal_dta.startup.prepare import PreparedRun, prepare
 
 if TYPE_CHECKING:
     from areal_dta.config.schema import DTAConfig
+    from areal_dta.report.batch_sharing import BatchMeter
+    from areal_dta.trainers.batch_pages import BatchPages
     from areal_dta.trainers.watched import WatchedTrainer
 
 
@@ -86,13 +88,15 @@ def train(run: PreparedRun, events: EventWriter) -> None:
     if run.resolved.rollout is not None:
         backends.append(run.resolved.rollout.config.backend)
     events.send("status", text=f"starting {', '.join(backends)}")
+    meter = batch_meter(config)
     trainer = trainer_class(config.algorithm)(
         run.resolved,
         run.train_dataset,
         run.valid_dataset,
         on_step=on_step,
         on_death=on_death,
-        meter=batch_meter(config),
+        meter=meter,
+        pages=_pages(run, meter, num_steps_done, events),
         checkpoint=checkpoint,
     )
     try:
@@ -114,6 +118,28 @@ def train(run: PreparedRun, events: EventWriter) -> None:
             trainer.flush()  # the launcher kills the workers: faster, and certain
         else:
             trainer.close()
+
+
+def _pages(
+    run: PreparedRun, meter: BatchMeter, num_steps_done: int, events: EventWriter
+) -> BatchPages | None:
+    """Return what writes pages on batches; None unless that was asked for."""
+    config = run.config
+    if not config.report.inspect_every:
+        return None
+    from areal_dta.trainers.batch_pages import BatchPages
+
+    return BatchPages(
+        config.report.inspect_every,
+        run.run_dir,
+        num_steps_done,
+        meter,
+        run.resolved.actor.backend.dp_size,
+        config.tokenizer_path,
+        config.actor.path,
+        config.actor.dtype,
+        lambda text: events.send("note", text=text),
+    )
 
 
 def trainer_class(algorithm: str) -> type[WatchedTrainer]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal.utils import stats_tracker
 
 from areal_dta.areal_fixes.registry import wrapped
 from areal_dta.report.batch_sharing import BatchMeter
 from areal_dta.report.step_metrics import BatchShape, StepMetrics, step_metrics
+
+if TYPE_CHECKING:
+    from areal_dta.trainers.batch_pages import BatchPages
 
 
 class StepRecorder:
@@ -20,14 +23,17 @@ class StepRecorder:
     Args:
         on_step: called after each step with its record.
         meter: measures each batch as a prefix tree; None leaves those values out.
+        pages: writes a page on some batches; None: on none.
     """
 
     def __init__(
         self,
         on_step: Callable[[StepMetrics], None] | None = None,
         meter: BatchMeter | None = None,
+        pages: BatchPages | None = None,
     ) -> None:
         self._on_step = on_step
+        self._pages = pages
         self._meter = meter
         self._shape: BatchShape | None = None
         self._meter_seconds = 0.0
@@ -111,4 +117,6 @@ class StepRecorder:
     def _measure(self, batch: Any) -> None:
         started = time.perf_counter()
         self._shape = self._meter.measure(batch) if self._meter else None
+        if self._pages is not None:
+            self._pages.see(batch)
         self._meter_seconds += time.perf_counter() - started

@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from areal.api.alloc_mode import ModelAllocation
     from datasets import Dataset
 
+    from areal_dta.trainers.batch_pages import BatchPages
+
 
 class WatchedTrainer:
     """Mixin; list it before AReaL's trainer so that its methods win.
@@ -82,6 +84,7 @@ class WatchedTrainer:
         on_step: Callable[[StepMetrics], None] | None = None,
         on_death: Callable[[str], None] | None = None,
         meter: BatchMeter | None = None,
+        pages: BatchPages | None = None,
     ) -> None:
         if not is_single_controller():
             raise ValueError(
@@ -91,7 +94,7 @@ class WatchedTrainer:
         check_versions(run)
         self.on_death = on_death or logging.getLogger(type(self).__name__).error
         self.last_checkpoint: str | None = None
-        self._recorder = StepRecorder(on_step, meter)
+        self._recorder = StepRecorder(on_step, meter, pages)
         self._undos: list[Callable[[], None]] = []
         self.run = run.for_areal()
         config = self.run.config

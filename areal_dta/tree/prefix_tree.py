@@ -155,7 +155,8 @@ class PrefixTree:
     ) -> None:
         """End sequence ``index`` below ``parent``, which covers ``shared`` tokens."""
         if shared < len(tokens):
-            rest = tokens[shared:]
+            # A copy of what is new, so that the tree does not keep the rest alive.
+            rest = tokens[shared:].copy() if shared else tokens
             run = _Run(rest, shared, parent)
             siblings = self._roots if parent is None else parent.children
             siblings[int(rest[0])] = run

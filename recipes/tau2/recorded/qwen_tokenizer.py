@@ -85,6 +85,19 @@ def build_qwen_tokenizer(vocabulary: Path | None = None) -> PreTrainedTokenizerB
     """
     from transformers import PreTrainedTokenizerFast
 
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=build_backend(vocabulary),
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=MODEL_MAX_LENGTH,
+    )
+    fast.chat_template = CHAT_TEMPLATE_FILE.read_text(encoding="utf-8")
+    return fast
+
+
+def build_backend(vocabulary: Path | None = None) -> Tokenizer:
+    """Build the tokenizer alone, without Transformers. Raises as the function above."""
     ranks = _read_ranks(vocabulary or _vocabulary_file())
     tokenizer = Tokenizer(_byte_pair_model(ranks))
     tokenizer.normalizer = normalizers.NFC()
@@ -99,15 +112,7 @@ def build_qwen_tokenizer(vocabulary: Path | None = None) -> PreTrainedTokenizerB
         [AddedToken(t, normalized=False, special=True) for t in _CONTROL_TOKENS]
         + [AddedToken(t, normalized=False, special=False) for t in _MARKUP_TOKENS]
     )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        clean_up_tokenization_spaces=False,
-        model_max_length=MODEL_MAX_LENGTH,
-    )
-    fast.chat_template = CHAT_TEMPLATE_FILE.read_text(encoding="utf-8")
-    return fast
+    return tokenizer
 
 
 def _vocabulary_file() -> Path:
@@ -148,9 +153,7 @@ def _byte_pair_model(ranks: dict[bytes, int]) -> models.BPE:
     token is split. So every split of a token into two tokens is a merge, in the order
     of the unions' ranks.
     """
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    letters = bytes_to_unicode()
+    letters = _byte_letters()
     names = {token: "".join(letters[byte] for byte in token) for token in ranks}
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -161,6 +164,15 @@ def _byte_pair_model(ranks: dict[bytes, int]) -> models.BPE:
     vocabulary = {names[token]: rank for token, rank in ranks.items()}
     # Like tiktoken: a piece of text that is a token as a whole is never built up.
     return models.BPE(vocab=vocabulary, merges=merges, ignore_merges=True)
+
+
+def _byte_letters() -> dict[int, str]:
+    """Return the letter that stands for each byte, as in GPT-2: printable ones for
+    themselves, the others, in order, for what follows Latin-1."""
+    letters = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    names = {byte: chr(byte) for byte in letters}
+    others = (byte for byte in range(256) if byte not in names)
+    return names | {byte: chr(256 + i) for i, byte in enumerate(others)}
 
 
 def _first_line(error: Exception) -> str:

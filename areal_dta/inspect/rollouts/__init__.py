@@ -1,0 +1,1 @@
+"""Files of rollouts, read one sequence at a time."""
