@@ -52,6 +52,7 @@ SECTIONS = (
     ("Collector", "collector", schema.CollectorOptions),
     ("Embedded rollout server", "local", schema.LocalServerConfig),
     ("Launcher and processes", "launch", schema.LaunchOptions),
+    ("Report", "report", schema.ReportOptions),
     ("Recipe τ²-bench", "", Tau2Config),
 )
 """Title, key of the section, class. Further sections are found in the classes."""

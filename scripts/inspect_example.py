@@ -24,22 +24,35 @@ RULES = " ".join(
 )
 
 
+TOOLS = {
+    "find_order": (
+        "Look an order up by its number, with its items and state.",
+        "number",
+    ),
+    "cancel_order": ("Cancel what has not left the warehouse yet.", "number"),
+    "change_address": ("Send a parcel elsewhere while it is on its way.", "street"),
+    "refund": ("Pay money back, to the card it came from.", "amount"),
+    "find_customer": ("Find somebody by name and postal code.", "name"),
+    "book_courier": ("Have a parcel fetched at the customer's door.", "day"),
+    "hand_over": ("Give the conversation to a human, with a summary.", "summary"),
+}
+
+
 def tools() -> list[dict[str, Any]]:
     return [
         {
             "type": "function",
             "function": {
-                "name": f"{verb}_{thing}",
-                "description": f"{verb.title()} a customer's {thing}.",
+                "name": name,
+                "description": description,
                 "parameters": {
                     "type": "object",
-                    "properties": {f"{thing}_id": {"type": "string"}},
-                    "required": [f"{thing}_id"],
+                    "properties": {parameter: {"type": "string"}},
+                    "required": [parameter],
                 },
             },
         }
-        for thing in THINGS
-        for verb in ("find", "change", "cancel")
+        for name, (description, parameter) in TOOLS.items()
     ]
 
 

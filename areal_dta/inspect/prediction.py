@@ -236,7 +236,12 @@ def dta_way(tree: PrefixTree, schedule: Schedule, model: ModelSizes) -> Way:
             attended_pairs(segments[s].start, segments[s].end) for s in step.computes
         )
         factor = 3.0 if step.with_grad else 1.0
-        products = factor * flops.forward(step.num_tokens, pairs, step.num_outputs)
+        products = flops.forward(step.num_tokens, pairs, step.num_outputs)
+        # Behind its attention the last layer runs where an output is read, no further.
+        idle = step.num_tokens - step.num_outputs
+        layer = flops.per_token * idle * (1 - _kv_share(model))
+        layer += flops.per_pair * pairs * idle / step.num_tokens
+        products = factor * (products - layer / model.sizes.layers)
         total += products
         cost += products + factor * over.per_call * flops.per_token
         logits = float(step.num_outputs) * model.vocab_size
@@ -246,6 +251,13 @@ def dta_way(tree: PrefixTree, schedule: Schedule, model: ModelSizes) -> Way:
             total += flops.per_output * step.num_outputs
     peak = max(step_bytes(schedule, model), default=0.0)
     return Way("dta", total, cost, peak, schedule.num_blocks)
+
+
+def _kv_share(model: ModelSizes) -> float:
+    """Return the share of a layer's products that make its keys and values."""
+    d = model.sizes
+    per_layer = model.flops.per_token / (2.0 * d.layers)
+    return 2.0 * d.hidden * d.kv_heads * d.head_dim / per_layer
 
 
 def step_bytes(schedule: Schedule, model: ModelSizes) -> list[float]:
@@ -268,7 +280,10 @@ def step_bytes(schedule: Schedule, model: ModelSizes) -> list[float]:
         kept = logits * model.element_bytes * is_kept
         chunk = memory.logit_chunk_elements * model.element_bytes * (not is_kept)
         if step.with_grad:
-            graphs[step.fragment] = memory.graph(step.num_tokens, 0) + kept
+            graph = memory.graph(step.num_tokens, 0)
+            idle = memory.graph(step.num_tokens - step.num_outputs, 0)
+            graph -= idle / memory.num_layers * (1 - _kv_share(model))
+            graphs[step.fragment] = graph + kept
             logits_of[step.fragment] = kept
         held = sum(graphs.values()) + memory.path(path + trunks)
         layer = fragment.num_tokens * memory.graph_bytes / memory.num_layers

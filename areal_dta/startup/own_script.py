@@ -36,6 +36,7 @@ from areal_dta.report.step_metrics import MetricsWriter, StepMetrics
 from areal_dta.startup.checks import check_run, num_steps
 from areal_dta.startup.compose import register_resolvers
 from areal_dta.startup.train_process import save_config
+from areal_dta.trainers.batch_pages import pages_of
 from areal_dta.trainers.ppo import DTATrainer
 from areal_dta.trainers.supervised import DTADPOTrainer, DTARWTrainer, DTASFTTrainer
 
@@ -128,7 +129,10 @@ class OwnScript:
                     checkpoint=checkpoint,
                     on_step=self._record,
                     on_death=self._watchdog.stop,
-                    meter=batch_meter(config),
+                    meter=(meter := batch_meter(config)),
+                    pages=pages_of(
+                        run, self._directory, num_done, meter, logger.warning
+                    ),
                 )
         except BaseException:
             self._at_end.close()

@@ -26,8 +26,6 @@ from areal_dta.startup.prepare import PreparedRun, prepare
 
 if TYPE_CHECKING:
     from areal_dta.config.schema import DTAConfig
-    from areal_dta.report.batch_sharing import BatchMeter
-    from areal_dta.trainers.batch_pages import BatchPages
     from areal_dta.trainers.watched import WatchedTrainer
 
 
@@ -64,6 +62,7 @@ def train(run: PreparedRun, events: EventWriter) -> None:
     from areal_dta.areal_fixes.slot_files import find_checkpoint
     from areal_dta.config.schema import DTAGRPOConfig
     from areal_dta.report.batch_sharing import batch_meter
+    from areal_dta.trainers.batch_pages import pages_of
 
     config = run.config
     save_config(config, run.run_dir / "config.yaml")
@@ -96,7 +95,13 @@ def train(run: PreparedRun, events: EventWriter) -> None:
         on_step=on_step,
         on_death=on_death,
         meter=meter,
-        pages=_pages(run, meter, num_steps_done, events),
+        pages=pages_of(
+            run.resolved,
+            run.run_dir,
+            num_steps_done,
+            meter,
+            lambda text: events.send("note", text=text),
+        ),
         checkpoint=checkpoint,
     )
     try:
@@ -118,28 +123,6 @@ def train(run: PreparedRun, events: EventWriter) -> None:
             trainer.flush()  # the launcher kills the workers: faster, and certain
         else:
             trainer.close()
-
-
-def _pages(
-    run: PreparedRun, meter: BatchMeter, num_steps_done: int, events: EventWriter
-) -> BatchPages | None:
-    """Return what writes pages on batches; None unless that was asked for."""
-    config = run.config
-    if not config.report.inspect_every:
-        return None
-    from areal_dta.trainers.batch_pages import BatchPages
-
-    return BatchPages(
-        config.report.inspect_every,
-        run.run_dir,
-        num_steps_done,
-        meter,
-        run.resolved.actor.backend.dp_size,
-        config.tokenizer_path,
-        config.actor.path,
-        config.actor.dtype,
-        lambda text: events.send("note", text=text),
-    )
 
 
 def trainer_class(algorithm: str) -> type[WatchedTrainer]:

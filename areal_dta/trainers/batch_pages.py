@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from areal_dta.config.composed import one_line
+from areal_dta.config.resolved import ResolvedRun
 from areal_dta.inspect.analysis import analyse
 from areal_dta.inspect.corpus import Corpus, Record
 from areal_dta.inspect.models import model_sizes
@@ -111,6 +112,30 @@ class BatchPages:
         if self._warn is not None:
             self._warn(f"no page on a batch (report.inspect_every): {one_line(error)}")
         self._warn = None
+
+
+def pages_of(
+    run: ResolvedRun,
+    folder: Path,
+    num_steps_done: int,
+    meter: BatchMeter,
+    warn: Callable[[str], None],
+) -> BatchPages | None:
+    """Return what writes a run's pages on batches; None unless that was asked for."""
+    config = run.config
+    if not config.report.inspect_every:
+        return None
+    return BatchPages(
+        config.report.inspect_every,
+        folder,
+        num_steps_done,
+        meter,
+        run.actor.backend.dp_size,
+        config.tokenizer_path,
+        config.actor.path,
+        config.actor.dtype,
+        warn,
+    )
 
 
 def _ids(sequence: NDArray[np.integer]) -> NDArray[np.int32]:
