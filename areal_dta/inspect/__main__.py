@@ -29,7 +29,7 @@ from areal_dta.inspect.rollouts.chats import EXPORTS
 from areal_dta.inspect.rollouts.readers import FORMATS, Reader
 from areal_dta.inspect.table import WIDTH, print_report
 
-DEFAULT_MAX_TOKENS = 100_000_000
+DEFAULT_MAX_TOKENS = 50_000_000
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
