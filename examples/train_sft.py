@@ -1,6 +1,8 @@
 """Supervised fine-tuning by a script of one's own, on the tree engine.
 
-python examples/train_sft.py --config configs/gsm8k_sft.yaml hardware=cpu
+    python examples/train_sft.py --config examples/sft.yaml
+
+docs/migrate.md goes through such scripts.
 """
 
 import sys

@@ -20,19 +20,16 @@ import yaml
 
 from tests.end_to_end.running import REPOSITORY, launch_env
 
-SMALL = (
-    "hardware=cpu",
-    "train_dataset.batch_size=4",
-    "+launch.startup_timeout_seconds=300",
-)
-SMALL_ROLLOUTS = ("gconfig.n_samples=4", "gconfig.max_new_tokens=16")
+GRPO = ("train_grpo", "configs/gsm8k_grpo.yaml", "hardware=cpu")
+GRPO += ("gconfig.n_samples=4", "gconfig.max_new_tokens=16")
+SMALL = ("train_dataset.batch_size=4", "+launch.startup_timeout_seconds=300")
 
 
 class Script:
     """One of the examples, running in the background."""
 
     def __init__(self, cwd: Path, name: str, config: str, *overrides: str) -> None:
-        path = REPOSITORY / "configs" / config
+        path = REPOSITORY / config
         self.output = cwd / f"{name}.out"
         with open(self.output, "w") as out:
             self.process = subprocess.Popen(
@@ -46,7 +43,8 @@ class Script:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        self.run_dir = cwd / "outputs" / path.stem.replace("_", "-") / "trial0"
+        experiment = yaml.safe_load(path.read_text())["experiment_name"]
+        self.run_dir = cwd / "outputs" / experiment / "trial0"
 
     def __enter__(self) -> Script:
         return self
@@ -82,8 +80,7 @@ class Script:
 
 
 def test_three_steps_of_an_own_script(tmp_path: Path) -> None:
-    overrides = (*SMALL_ROLLOUTS, "total_train_steps=3")
-    with Script(tmp_path, "train_grpo", "gsm8k_grpo.yaml", *overrides) as script:
+    with Script(tmp_path, *GRPO, "total_train_steps=3") as script:
         started: set[psutil.Process] = set()
         while script.process.poll() is None:
             started |= set(script.started())
@@ -110,7 +107,7 @@ def test_three_steps_of_an_own_script(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 def test_supervised_fine_tuning_by_an_own_script(tmp_path: Path) -> None:
     steps = "total_train_steps=3"
-    with Script(tmp_path, "train_sft", "gsm8k_sft.yaml", steps) as script:
+    with Script(tmp_path, "train_sft", "examples/sft.yaml", steps) as script:
         assert script.process.wait(timeout=600) == 0, script.output.read_text()[-4000:]
     assert [record["step"] for record in script.metrics()] == [1, 2, 3]
     assert all(record["loss"] > 0 for record in script.metrics())
@@ -120,8 +117,8 @@ def test_supervised_fine_tuning_by_an_own_script(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dead_or_silent_server_ends_the_script(tmp_path: Path, number: int) -> None:
-    overrides = (*SMALL_ROLLOUTS, "+launch.step_timeout_seconds=60")
-    with Script(tmp_path, "train_grpo", "gsm8k_grpo.yaml", *overrides) as script:
+    limit = "+launch.step_timeout_seconds=60"
+    with Script(tmp_path, *GRPO, limit) as script:
         script.wait_for_step(1)
         started = script.started()
         script.find("areal_dta.rollout_server.server").send_signal(number)
@@ -135,18 +132,13 @@ def test_a_dead_or_silent_server_ends_the_script(tmp_path: Path, number: int) ->
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_kill_9_of_the_script_leaves_nothing(tmp_path: Path) -> None:
-    with Script(
-        tmp_path, "train_grpo", "gsm8k_grpo.yaml", *SMALL_ROLLOUTS, "recover.mode=on"
-    ) as script:
+    with Script(tmp_path, *GRPO, "recover.mode=on") as script:
         script.wait_for_step(2)
         started = script.started()
         os.kill(script.process.pid, signal.SIGKILL)
         assert not psutil.wait_procs(started, timeout=15)[1]
     # The same command continues the run, which has a step less to do.
-    with Script(
-        tmp_path,
-        *("train_grpo", "gsm8k_grpo.yaml", *SMALL_ROLLOUTS, "recover.mode=on"),
-        "total_train_steps=4",
-    ) as script:
+    continued = ("recover.mode=on", "total_train_steps=4")
+    with Script(tmp_path, *GRPO, *continued) as script:
         assert script.process.wait(timeout=600) == 0
         assert [record["step"] for record in script.metrics()] == [1, 2, 3, 4]
