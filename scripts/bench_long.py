@@ -5,16 +5,18 @@
 A single trajectory shares nothing, but it is cut into blocks all the same, so that its
 activations are those of a block and not of the whole sequence. All tokens carry loss.
 Counts the bytes of live tensors at the peak of one gradient without the model and its
-gradients; on a GPU, what the allocator held.
+gradients; on a GPU, what the allocator held. Lengths that the JSON file has already,
+and that are not asked for, stay in it.
 """
 
 from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ def parse_args(argv: Sequence[str] | None) -> Namespace:
     add = parser.add_argument
     add("--lengths", default="2048,4096,8192,16384,32768,65536", help="tokens")
     add("--max-dense", type=int, default=32768, help="tokens that dense fits in memory")
+    add("--repeats", type=int, default=1, help="timed runs, of which the median")
     add("--max-repeated", type=int, default=16384, help="longer ones: one run for both")
     add("--clock", choices=CLOCKS, default="cpu")
     add("--plot", type=Path, metavar="PNG")
@@ -53,8 +56,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     clock = CLOCKS[args.clock]
     where = machine(device)
     what = {"model": args.model, "clock": args.clock, "seed": args.seed}
+    lengths = [int(length) for length in args.lengths.split(",")]
     points: list[dict[str, Any]] = []
-    for length in map(int, args.lengths.split(",")):
+    if args.json is not None and args.json.exists():
+        found = json.loads(args.json.read_text())["points"]
+        points = [point for point in found if point["tokens"] not in lengths]
+    for length in lengths:
         sizes = Sizes(vocab_size, args.seed, prompt_tokens=PROMPT_TOKENS)
         workload = star(f"{length} tokens", 1, length - PROMPT_TOKENS, sizes)
         work = Work.of(workload, device, args.seed)
@@ -66,15 +73,11 @@ def main(argv: Sequence[str] | None = None) -> None:
                 parameter.grad = torch.zeros_like(parameter)
             start = clock()
             peak = peak_bytes(run, model)
-            seconds = clock() - start
+            seconds = [clock() - start]
             if length <= args.max_repeated:  # counting slows small blocks down
-                start = clock()
-                run()
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                seconds = clock() - start
+                seconds = [timed(run, clock, device) for _ in range(args.repeats)]
             point = {"variant": name, "tokens": length, "peak_bytes": peak}
-            points.append({**point, "seconds": seconds})
+            points.append({**point, "seconds": median(seconds)})
             print(points[-1], flush=True)
         if args.json is not None:  # so that a run that is stopped leaves what it has
             content = {"machine": where, "run": what, "points": points}
@@ -83,6 +86,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(table(points))
     if args.plot is not None:
         plot(points, args.plot)
+
+
+def timed(
+    run: Callable[[], object], clock: Callable[[], float], device: torch.device
+) -> float:
+    start = clock()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return clock() - start
 
 
 def table(points: Sequence[dict[str, Any]]) -> str:
@@ -109,6 +122,7 @@ def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
     memory, time = figure.subplots(1, 2)
     for name, label in VARIANTS.items():
         of_variant = [p for p in points if p["variant"] == name]
+        of_variant.sort(key=lambda p: p["tokens"])
         lengths = [p["tokens"] for p in of_variant]
         peaks = [p["peak_bytes"] / 2**20 for p in of_variant]
         memory.plot(lengths, peaks, marker="o", label=label)
