@@ -4,7 +4,11 @@ import types
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCAB_SIZE = 40
@@ -59,6 +63,49 @@ def tiny_model(
     if dtype == torch.float64:
         keep_norms_in_fp64(model)
     return model
+
+
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+# Multimodal types: options of the text part, and of the whole.
+MULTIMODAL = {
+    "gemma3": (
+        {"sliding_window": 6, "query_pre_attn_scalar": 8},
+        {
+            "vision_config": _VISION,
+            "mm_tokens_per_image": 4,
+            "image_token_index": 37,
+            "boi_token_index": 38,
+            "eoi_token_index": 39,
+        },
+    ),
+    "mistral3": (
+        {"model_type": "mistral"},
+        {
+            "vision_config": {"model_type": "pixtral", "head_dim": 8, **_VISION},
+            "image_token_index": 37,
+        },
+    ),
+}
+
+
+def tiny_multimodal(name: str, **text_options) -> PreTrainedModel:
+    """Build a random multimodal model with a tiny tower for images."""
+    text, others = MULTIMODAL[name]
+    text_config = SMALL | text | text_options
+    config = CONFIG_MAPPING[name](text_config=text_config, **others)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    return model.train()
 
 
 def keep_norms_in_fp64(model: nn.Module) -> None:

@@ -98,6 +98,7 @@ class Collector:
         max_tokens: maximum number of sequence tokens in the forest.
         vocab_size: size of the model's vocabulary; None if unknown.
         watch: says when too much is rejected; None: never.
+        takes_images: whether the trainers take other inputs than text.
     """
 
     def __init__(
@@ -107,11 +108,13 @@ class Collector:
         max_tokens: int = DEFAULT_MAX_TOKENS,
         vocab_size: int | None = None,
         watch: RejectionWatch | None = None,
+        takes_images: bool = True,
     ) -> None:
         self.max_sequence_tokens = max_sequence_tokens
         self.max_staleness = max_staleness
         self.max_tokens = max_tokens
         self.vocab_size = vocab_size
+        self.takes_images = takes_images
         self._watch = watch or RejectionWatch(1, 1.0, None)
         self._lock = threading.Lock()
         self._forest = PrefixForest()

@@ -7,6 +7,7 @@ would change the others' advantages.
 |---|---|---|
 | ``shape`` | no ids or masks, unequal shapes, a row that is empty or padded on the left | given up |
 | ``dtype`` | not a tensor at hand, ids or versions that are no integers, logprobs or rewards that are no numbers, masks that hold more than 0 and 1 | given up |
+| ``images`` | other inputs than text (``multi_modal_input``, ``pixel_values``) | given up |
 | ``nan`` | NaN or infinity among rewards, or among logprobs of tokens that are not padding | given up |
 | ``vocabulary`` | an id below 0 or beyond the model's vocabulary | given up |
 | ``too_long`` | longer than the trainers take (``actor.mb_spec.max_tokens_per_mb``) | given up |
@@ -31,6 +32,7 @@ from typing import Final
 BAD: Final = (
     "shape",
     "dtype",
+    "images",
     "nan",
     "vocabulary",
     "too_long",

@@ -34,6 +34,7 @@ from areal_dta.collector.rejections import ISSUED_AGAIN, Rejected, TooManyReject
 from areal_dta.collector.remote_tensors import FetchMeter, fetch, forget
 from areal_dta.collector.validate_trajectory import FETCHED_KEYS
 from areal_dta.config.composed import one_line
+from areal_dta.engine.batch import has_images
 from areal_dta.engine.row_share import Item
 
 logger = logging.getLogger("Collection")
@@ -196,6 +197,8 @@ class CollectorHook:
         try:
             with self.collector.timed("fetch"):
                 (local,) = fetch([item], FETCHED_KEYS)
+            if not self.collector.takes_images:
+                local |= {key: item[key] for key in has_images(item)}  # not fetched
             # Not get_version(): its lock is held while workers are told a new version.
             version = self._controller._version
             self.collector.offer(task_id, local, version, _source(item))

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from areal_dta.collector.rejections import Rejected
+from areal_dta.engine.batch import has_images
 from areal_dta.tree.prefix_forest import PrefixForest
 
 FETCHED_KEYS = (
@@ -91,6 +92,11 @@ def validate_trajectory(
     # Types
     if not isinstance(item, Mapping):
         raise Rejected("dtype", f"a result is a {type(item).__name__}, not a dict")
+    if images := has_images(item):
+        raise Rejected(
+            "images",
+            f"it has {', '.join(images)}, and the trainers take text alone",
+        )
     given = {key: item[key] for key in FETCHED_KEYS if item.get(key) is not None}
     arrays = {key: _to_array(key, value) for key, value in given.items()}
 

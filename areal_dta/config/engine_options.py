@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Final
 
 from areal_dta.schedule import DEFAULT_BLOCK_TOKENS
@@ -17,7 +18,8 @@ _CHOICES: Final = {
 
 @dataclass
 class DTAOptions:
-    """How the tree engine runs. No value changes results beyond rounding.
+    """How the tree engine runs. No value but ``router_aux_loss`` changes results beyond
+    rounding.
 
     Raises:
         ValueError: a value is out of range; the message names its key.
@@ -43,6 +45,10 @@ class DTAOptions:
     router_load: bool = False
     """Log as dta/expert_load_max_over_mean how unevenly the experts of a mixture are
     chosen."""
+    router_aux_loss: int | float | str = 0.0
+    """Coefficient of the load-balancing loss of a mixture's routers, computed for each
+    sequence on its own; auto takes that of the model's configuration if it asks for one
+    (output_router_logits, router_aux_loss_coef), 0 trains without, as AReaL does."""
     self_check: bool = True
     """Compare a tiny tree with single sequences through the real model before the first
     training step, and stop if they differ."""
@@ -64,6 +70,12 @@ class DTAOptions:
                     f"dta.{name}={value}; expected a whole number >= {minimum}{also} "
                     "or auto"
                 )
+        coefficient = self.router_aux_loss
+        is_number = isinstance(coefficient, int | float) and coefficient is not True
+        if coefficient != "auto" and not (is_number and 0 <= float(coefficient) < inf):
+            raise ValueError(
+                f"dta.router_aux_loss={coefficient}; expected a number >= 0 or auto"
+            )
         if isinstance(self.verify_every, bool) or self.verify_every < 0:
             raise ValueError(
                 f"dta.verify_every={self.verify_every}; expected a whole number >= 0"
@@ -108,3 +120,18 @@ def fuses_prox_logp(config: Any) -> bool:
         and config.prox_logp_method in ("recompute", "metrics")
         and config.ppo_n_minibatches == 1
     )
+
+
+def router_aux_coefficient(choice: float | str, hf_config: Any) -> float:
+    """Return the coefficient of the routers' loss that ``dta.router_aux_loss`` means.
+
+    Args:
+        hf_config: the model's; under auto its ``router_aux_loss_coef`` holds where
+            ``output_router_logits`` is set, as in Transformers.
+    """
+    if choice != "auto":
+        return float(choice)
+    text = hf_config.get_text_config()
+    if not getattr(text, "output_router_logits", False):
+        return 0.0
+    return float(getattr(text, "router_aux_loss_coef", 0.0) or 0.0)

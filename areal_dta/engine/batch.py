@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -28,6 +29,9 @@ from numpy.typing import NDArray
 from areal_dta.executor.layout.upload import upload
 
 BatchInput = list[dict[str, Any]] | dict[str, Any]
+
+IMAGE_KEYS = ("multi_modal_input", "pixel_values", "image_grid_thw", "video_grid_thw")
+"""How AReaL's keys of other inputs than text begin."""
 
 
 class Alignment(Enum):
@@ -188,9 +192,29 @@ def load_batch(input_: BatchInput, mb_spec: MicroBatchSpec) -> RankBatch:
             f"the batch lacks {sorted(missing)}; expected padded [rows, width] "
             f"tensors input_ids and attention_mask, got the keys {sorted(given)}"
         )
-    rows = tensor_container_to(amend_position_ids(dict(given)), "cpu")
+    if images := has_images(given):
+        raise ValueError(
+            f"the batch has images or other inputs than text ({', '.join(images)}), "
+            "and the tree engine trains on text alone: leave such rows out of it"
+        )
+    given = {k: x for k, x in given.items() if not k.startswith(IMAGE_KEYS)}
+    rows = tensor_container_to(amend_position_ids(given), "cpu")
     lengths = _right_padded_lengths(rows["attention_mask"])
     return RankBatch(rows, lengths, _allocate(lengths, mb_spec), meta)
+
+
+def has_images(item: Mapping[str, Any]) -> list[str]:
+    """Return the keys under which a batch or a result holds other inputs than text.
+
+    AReaL's ``multi_modal_input`` has a dictionary per row, empty for text.
+    """
+    given = [k for k in item if isinstance(k, str) and k.startswith(IMAGE_KEYS)]
+
+    def holds(value: Any) -> bool:
+        parts = value if isinstance(value, list) else [value]
+        return not all(x is None or (isinstance(x, dict) and not x) for x in parts)
+
+    return [key for key in given if holds(item[key])]
 
 
 def needed_outputs(

@@ -4,7 +4,9 @@ AReaL packs a micro-batch into one row and relies on flash-attention's ``cu_seql
 keep its sequences apart. PyTorch's sdpa and eager attention silently ignore them: every
 sequence after the first sees the ones before it (logprobs wrong by 0.1 to 0.3). Here
 they are kept apart under those too, with one attention call per sequence; with flash
-attention the engine is AReaL's, unchanged.
+attention the engine is AReaL's, unchanged. Layers that carry a state from token to
+token (linear attention, state-space layers, short convolutions) know nothing of
+``cu_seqlens``: they run one sequence per call under any attention.
 
 AReaL's engine also makes as many micro-batches on every rank as on the rank with the
 most, none of them empty. Actors and critics here take any number of rows per rank:
@@ -46,6 +48,12 @@ from areal_dta.engine.row_dispatch import RowDispatch
 from areal_dta.engine.row_share import Item
 from areal_dta.engine.statistics import LossStatistics
 from areal_dta.engine.watch.skipped_steps import report_skipped_step
+from areal_dta.executor.checks.multimodal import (
+    freeze_other_parts,
+    is_multimodal,
+    text_inputs,
+)
+from areal_dta.executor.checks.state_layers import layers_with_state
 
 PACKED_ATTENTION = "areal_dta_packed_sdpa"
 _IGNORE_PACKING = ("sdpa", "eager")
@@ -60,10 +68,24 @@ class DenseEngine(RecoverableEngine):
     takes_any_rows = False
     """Whether ranks may have any number of rows: for actors and critics."""
 
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.is_vision_model = is_multimodal(self.model_config)  # decides how it loads
+
     def _create_device_model(self) -> None:
         super()._create_device_model()
         if self.config.attn_impl in _IGNORE_PACKING:
             self.model.set_attn_implementation(PACKED_ATTENTION)
+        if is_multimodal(self.model_config):
+            freeze_other_parts(self.model)
+            # AReaL does not tell the model that all of its tokens are text
+            self.model.register_forward_pre_hook(_say_all_is_text, with_kwargs=True)
+        if names := split_packed_states(self.model):
+            self.logger.info(
+                f"{len(names)} layers of {type(self.model).__name__} carry a state "
+                f"from token to token ({names[0]}, ...): each runs one sequence per "
+                "call, since a packed call would carry it into the next sequence"
+            )
 
     def compute_logp(self, items: list[Item]) -> list[Tensor]:
         return self._forward_items("compute_logp", items)
@@ -181,6 +203,75 @@ class DenseDPOEngine(DenseEngine, FSDPDPOEngine):
 
 class DenseRWEngine(DenseEngine, PairRewards):
     """The dense twin of `DTARWEngine`."""
+
+
+def split_packed_states(model: nn.Module) -> list[str]:
+    """Make layers that carry a state run once per packed sequence; return their names.
+
+    The other layers still run on all tokens at once.
+    """
+    layers = layers_with_state(model)
+    if not layers:
+        return []
+    lengths: list[int] = []  # of the sequences in the call under way
+
+    def learn(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        starts = kwargs.get("cu_seq_lens_q")
+        lengths[:] = [] if starts is None else starts.diff().tolist()
+        return args, _without_mask(kwargs)
+
+    model.register_forward_pre_hook(learn, with_kwargs=True)
+    layer: Any
+    for layer in layers.values():
+        layer.forward = functools.partial(_run_apart, layer.forward, lengths)
+    return list(layers)
+
+
+def _run_apart(
+    forward: Callable[..., Any], lengths: list[int], *args: Any, **kwargs: Any
+) -> Any:
+    """Call a layer once per packed sequence; tensors [1, T, ...] in, [1, T, D] out."""
+    if len(lengths) < 2:
+        return forward(*args, **kwargs)
+    num_tokens, outputs, start = sum(lengths), [], 0
+    hidden = args[0] if args else next(iter(kwargs.values()))
+    if hidden.shape[:2] != (1, num_tokens):
+        raise ValueError(
+            f"a layer with a state got {list(hidden.shape)} for packed sequences of "
+            f"{num_tokens} tokens in all; expected [1, {num_tokens}, size]: sequence "
+            "parallelism cannot run such layers"
+        )
+    for length in filter(None, lengths):
+        end = start + length
+
+        def cut(x: Any, start: int = start, end: int = end) -> Any:
+            if isinstance(x, Tensor) and x.shape[:2] == (1, num_tokens):
+                return x[:, start:end]
+            if isinstance(x, Tensor) and x.shape == (num_tokens,):
+                return x[: end - start]  # positions in a cache, which start at 0
+            return x
+
+        outputs.append(
+            forward(*map(cut, args), **{k: cut(x) for k, x in kwargs.items()})
+        )
+        start = end
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(outputs, dim=1)
+    firsts, others = zip(*((x[0], x[1:]) for x in outputs), strict=True)
+    return torch.cat(firsts, dim=1), *others[0]
+
+
+def _say_all_is_text(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    if "input_ids" in kwargs:
+        kwargs = {**text_inputs(module, kwargs["input_ids"]), **kwargs}
+    return args, _without_mask(kwargs)
+
+
+def _without_mask(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Drop AReaL's dictionary of no masks, which few models can read."""
+    if isinstance(kwargs.get("attention_mask"), dict):
+        return {**kwargs, "attention_mask": None}
+    return kwargs
 
 
 def _packed_sdpa(

@@ -46,6 +46,7 @@ from areal_dta.engine.setting_checks import (
     check_actor_config,
     effective_config,
     option,
+    router_aux_loss,
     zero_dropout_rates,
 )
 from areal_dta.engine.statistics import TrainingWork, derive_ratios, record_expert_load
@@ -54,6 +55,7 @@ from areal_dta.engine.watch.skipped_steps import (
     spread_to_gradient,
 )
 from areal_dta.executor import TreeExecutor
+from areal_dta.executor.checks.multimodal import freeze_other_parts, is_multimodal
 from areal_dta.executor.model_refusals import check_unloaded_model
 from areal_dta.schedule import FlopModel
 from areal_dta.tree import PrefixTree
@@ -88,17 +90,16 @@ class DTAEngine(RecoverableEngine):
         self._check_kind(config)
         messages = check_actor_config(config)
         super().__init__(effective_config(config))
-        if self.is_vision_model:
-            raise ValueError(
-                f"{self.config.path}: vision models ({self.model_config.model_type}) "
-                "are not supported by the tree engine; use actor.backend=fsdp:dN"
-            )
+        self.is_vision_model = is_multimodal(self.model_config)  # decides how it loads
+        self._router_coefficient, found = router_aux_loss(config, self.model_config)
+        messages += found
         messages += check_unloaded_model(
             self.model_config,
             is_critic=config.is_critic,
             trains=config.optimizer is not None,
             disable_dropout=config.disable_dropout,
             router_load=option(config, "router_load"),
+            router_aux_loss=bool(self._router_coefficient),
         )
         logger = logging.getLogger("DTAEngine")
         for message in messages:
@@ -183,6 +184,8 @@ class DTAEngine(RecoverableEngine):
             # FSDP averages over the ranks; the total weight is that of all of them.
             return loss(rows, outputs) * self.parallel_helper.dp_size
 
+        router_weights = self._router_weights(loss, row_of)
+
         # forward and backward over the tree
         needed = self._needed_outputs(loss.batch, row_of, loss.needed_outputs)
         every = option(self.config, "verify_every")
@@ -190,7 +193,9 @@ class DTAEngine(RecoverableEngine):
             runner.verify(tree, needed, self._num_updates // every)
         self._num_updates += 1
         with trace_scope("dta_engine.forward_backward"):
-            total = runner.train(tree, group_loss, needed, scope, loss.statistics)
+            total = runner.train(
+                tree, group_loss, needed, scope, loss.statistics, router_weights
+            )
 
         # statistics, then the update
         loss.finish()
@@ -259,6 +264,18 @@ class DTAEngine(RecoverableEngine):
         super()._create_device_model()
         if self.config.disable_dropout:
             zero_dropout_rates(self.model)
+        self._freeze_other_parts()
+
+    def _apply_peft_wrapper(self) -> None:
+        super()._apply_peft_wrapper()
+        self._freeze_other_parts()
+
+    def _freeze_other_parts(self) -> None:
+        if self.is_vision_model and (num_frozen := freeze_other_parts(self.model)):
+            self.logger.info(
+                f"{self.model_config.model_type}: text is trained alone, "
+                f"{num_frozen:,} parameters of other parts stay as they are"
+            )
 
     @classmethod
     def _check_kind(cls, config: Any) -> None:
@@ -310,6 +327,16 @@ class DTAEngine(RecoverableEngine):
             return None
         return needed_outputs(batch, row_of, rule, self.config.is_critic)
 
+    def _router_weights(
+        self, loss: MicroBatchLoss, row_of: list[int]
+    ) -> list[float] | None:
+        """Return the factor of each sequence's router loss; None: there is none."""
+        if not self._router_coefficient:
+            return None
+        shares = loss.row_shares(row_of, self.config.mb_spec.granularity)
+        scale = self._router_coefficient * self.parallel_helper.dp_size
+        return [scale * share for share in shares]
+
     def _forward_rows(
         self, batch: RankBatch, rule: OutputRule | None
     ) -> tuple[list[int], list[list[Tensor]]]:
@@ -337,6 +364,10 @@ class DTAEngine(RecoverableEngine):
             if scope == "batch":  # its first pass
                 needed = schedule.cut.needed
                 tree_flops += self._flop_model.tree(tree, training=False, needed=needed)
+        router_loss = 0.0
+        if self._router_coefficient:
+            scale = self._router_coefficient * self.parallel_helper.dp_size
+            router_loss = stats.router_loss / scale
         first_pass_tokens = stats.num_computed_tokens if scope == "batch" else 0
         TrainingWork(
             sequence_tokens=stats.num_sequence_tokens,
@@ -345,6 +376,7 @@ class DTAEngine(RecoverableEngine):
             num_blocks=stats.num_blocks,
             dense_flops=dense_flops,
             tree_flops=tree_flops,
+            router_aux_loss=router_loss,
             loss=loss,
         ).record(self.dp_rank == 0, self.device)
         if option(self.config, "router_load"):

@@ -35,6 +35,7 @@ from areal_dta.areal_fixes.fsdp2 import (
     fsdp_modules,
     group_bytes,
 )
+from areal_dta.executor.checks.multimodal import text_inputs
 from areal_dta.executor.memory.budget import reserve
 
 
@@ -150,7 +151,8 @@ def _reduce_gradients(model: nn.Module) -> None:
     # such as a mixture's other experts.
     fill_missing_gradients(model)
     token = torch.zeros((1, 1), dtype=torch.long, device=_device(model))
-    logits = model(input_ids=token, use_cache=False).logits
+    inputs = {"input_ids": token, **text_inputs(model, token)}
+    logits = model(**inputs, use_cache=False).logits
     if logits.requires_grad:
         (logits.sum() * 0.0).backward()
 

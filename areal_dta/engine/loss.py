@@ -201,6 +201,23 @@ class MicroBatchLoss:
                 total = total + loss * (weight / self._total_weight)
         return total
 
+    def row_shares(self, rows: list[int], granularity: int) -> list[float]:
+        """Return each row's share in the weight of all ranks.
+
+        Rows whose loss cannot be split, ``granularity`` neighbours, get equal shares;
+        those of a micro-batch that is left out none.
+        """
+        if traits_of(self._loss_fn).can_split:
+            granularity = 1
+        share_of: dict[int, float] = {}
+        for first in range(0, self.batch.num_rows, granularity):
+            unit = list(range(first, first + granularity))
+            is_trained = self._weights[self._micro_batch_of[first]] != 0
+            weight = self._weight(unit) if is_trained else 0.0
+            share = weight / self._total_weight / granularity
+            share_of.update(dict.fromkeys(unit, share))
+        return [share_of[row] for row in rows]
+
     def finish(self) -> None:
         """Log what the loss has logged, after it was called on all rows."""
         batch = self._placeholder or self.batch

@@ -161,12 +161,15 @@ class TreeRunner:
         needed: Positions | None,
         scope: str,
         statistics: LossStatistics,
+        router_weights: list[float] | None = None,
     ) -> float:
         """Return the loss of this rank's tree; gradients are reduced. Collective."""
         executor, model = self.executor, self.executor.model
 
         def attempt() -> float:
-            return executor.forward_backward_groups(tree, group_loss, needed, scope)
+            return executor.forward_backward_groups(
+                tree, group_loss, needed, scope, router_weights
+            )
 
         def undo() -> None:
             drop_unreduced_gradients(model)

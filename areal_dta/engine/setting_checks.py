@@ -11,7 +11,7 @@ import copy
 import re
 from typing import Any, TypeVar
 
-from areal_dta.config.engine_options import DTAOptions
+from areal_dta.config.engine_options import DTAOptions, router_aux_coefficient
 
 ConfigT = TypeVar("ConfigT")
 
@@ -71,6 +71,21 @@ def effective_config(config: ConfigT) -> ConfigT:
     if isinstance(values.backend, str) and values.backend.startswith("dta:"):
         values.backend = "fsdp:" + values.backend.removeprefix("dta:")
     return config
+
+
+def router_aux_loss(config: Any, hf_config: Any) -> tuple[float, list[str]]:
+    """Return the coefficient of the routers' auxiliary loss, and a message if the
+    model's configuration asks for one that is not trained."""
+    if config.optimizer is None:
+        return 0.0, []
+    asked = router_aux_coefficient("auto", hf_config)
+    coefficient = router_aux_coefficient(option(config, "router_aux_loss"), hf_config)
+    if coefficient or not asked:
+        return coefficient, []
+    return 0.0, [
+        "the model's configuration asks for its routers' auxiliary loss (coefficient "
+        f"{asked:g}), which AReaL leaves out; dta.router_aux_loss=auto adds it"
+    ]
 
 
 def zero_dropout_rates(model: Any) -> None:

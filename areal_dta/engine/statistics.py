@@ -143,6 +143,8 @@ class TrainingWork:
     """FLOPs of the schedule, including recomputation."""
     loss: float
     """This rank's share; the shares of all ranks add up to the loss of the batch."""
+    router_aux_loss: float = 0.0
+    """This rank's share of the mean over sequences, without the coefficient."""
 
     def record(self, counts_update: bool, device: torch.device) -> None:
         """Add every field to the step's sums.
@@ -189,15 +191,19 @@ def derive_ratios(stats: dict[str, float]) -> dict[str, float]:
 
     ``dta/sharing_ratio``: sequence tokens over tree tokens; ``dta/predicted_saving``:
     dense over scheduled FLOPs, the predicted speed-up; ``dta/loss``: mean over the
-    updates of the step. Other sums stay.
+    updates of the step, as ``dta/router_aux_loss``, which is left out where it is 0.
+    Other sums stay.
     """
     stats = dict(stats)
     num_updates = stats.pop(f"{_NAME}/num_updates", 0.0)
     stats.pop(f"{_NAME}/work", None)
     dense = stats.pop(f"{_NAME}/dense_flops", 0.0)
     tree = stats.pop(f"{_NAME}/tree_flops", 0.0)
+    router_loss = stats.pop(f"{_NAME}/router_aux_loss", 0.0)
     if not num_updates:
         return stats
+    if router_loss:
+        stats[f"{_NAME}/router_aux_loss"] = router_loss / num_updates
     stats[f"{_NAME}/loss"] /= num_updates
     if tree:
         sequence_tokens = stats[f"{_NAME}/sequence_tokens"]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -103,6 +103,8 @@ class BlockOutput:
     keys: list[Tensor]
     """Keys [1, K, S, H] per layer; empty unless kept."""
     values: list[Tensor]
+    router_logits: list[Tensor] = field(default_factory=list)
+    """[S, E] per layer with experts; only with a router's auxiliary loss."""
 
 
 def block_arrays(

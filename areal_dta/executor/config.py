@@ -82,6 +82,9 @@ class ExecutionStats:
     expert_load: tuple[tuple[int, ...], ...] = ()
     """Tokens of each expert, per layer with experts; with ``router_load`` only. A tree
     token counts once per sequence through it."""
+    router_loss: float = 0.0
+    """Weighted sum of the sequences' router losses, part of the loss; with
+    ``router_weights`` only."""
 
     @classmethod
     def of(cls, tree: PrefixTree, schedule: Schedule) -> ExecutionStats:

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from areal_dta.executor.checks.multimodal import text_modules
+
 MAX_SHARE = 0.75
 """Rows per token of a block above which the whole layer is run: what is saved no longer
 pays for projecting the rows twice."""
@@ -115,7 +117,7 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the decoder layers: the longest list of modules with attention inside."""
     lists = [
         list(module)
-        for module in model.modules()
+        for module in text_modules(model).values()
         if isinstance(module, nn.ModuleList)
         and all(any(hasattr(m, "layer_idx") for m in x.modules()) for x in module)
     ]

@@ -15,10 +15,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForTokenClassification
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from areal_dta.executor.telemetry import RouterLoad
+from areal_dta.executor.checks.multimodal import (
+    auto_class,
+    has_text_part,
+    is_multimodal,
+    text_inputs,
+    text_modules,
+)
+from areal_dta.executor.routers import RouterLoad, find_routers
 from areal_dta.tree import PrefixTree
 
 # What a layer may ask its attention for; attention.py serves it.
@@ -54,7 +61,7 @@ def check_model_supported(model: nn.Module, training: bool = True) -> None:
     peft_config = getattr(model, "active_peft_config", None)
     if getattr(peft_config, "is_prompt_learning", False):
         reasons.append("prompt or prefix tuning adds virtual tokens to every call")
-    for path, module in model.named_modules():
+    for path, module in text_modules(model).items():
         if isinstance(module, nn.RNNBase | nn.Conv1d):
             kind = type(module).__name__
             reasons.append(f"{path} ({kind}) mixes tokens outside attention")
@@ -93,6 +100,7 @@ def check_unloaded_model(
     trains: bool = True,
     disable_dropout: bool = False,
     router_load: bool = False,
+    router_aux_loss: bool = False,
 ) -> list[str]:
     """Check a model by its configuration and its modules, before weights are loaded.
 
@@ -101,6 +109,7 @@ def check_unloaded_model(
         trains: it will be trained; otherwise its noise does no harm.
         disable_dropout: dropout is switched off once it is loaded.
         router_load: the tokens of its experts will be counted.
+        router_aux_loss: it is trained with its routers' auxiliary loss.
 
     Returns:
         A message if its dropout is switched off.
@@ -110,14 +119,21 @@ def check_unloaded_model(
         ValueError: it has noise, or dropout that stays, or no experts to count.
     """
     hf_config = copy.deepcopy(hf_config)
-    auto: Any = AutoModelForCausalLM
+    auto: Any = auto_class(hf_config)
     if is_critic:
+        if is_multimodal(hf_config):
+            raise ValueError(
+                f"a multimodal checkpoint ({hf_config.model_type}) cannot be "
+                "trained to give values: take one of text alone"
+            )
         auto, hf_config.num_labels = AutoModelForTokenClassification, 1
     with torch.device("meta"):  # the modules, without memory for weights
         model = auto.from_config(hf_config, trust_remote_code=True)
     check_model_supported(model, training=False)
     if router_load:
         RouterLoad(model, PrefixTree.from_sequences([]))  # raises if there are none
+    if router_aux_loss:
+        find_routers(model)
     name = type(model).__name__
     if trains and (noise := random_noise(hf_config)):
         raise ValueError(
@@ -128,7 +144,7 @@ def check_unloaded_model(
     # dropout, named by the configuration or by the modules
     found = dropout(hf_config) + sorted(
         f"{path} (p={module.p})"
-        for path, module in model.named_modules()
+        for path, module in text_modules(model).items()
         if isinstance(module, nn.Dropout) and module.p
     )
     if found and not disable_dropout:
@@ -149,8 +165,9 @@ def _config_reasons(config: Any) -> list[str]:
         reasons.append("its config has no num_hidden_layers")
     if getattr(config, "is_encoder_decoder", False):
         reasons.append("it is an encoder-decoder")
-    if getattr(config, "vision_config", None) or getattr(config, "audio_config", None):
+    if is_multimodal(config) and not has_text_part(config):
         reasons.append("multimodal inputs cannot be split at a prefix")
+    config = config.get_text_config()
     layer_types = getattr(config, "layer_types", None) or []
     odd = sorted(set(layer_types) - _SPLITTABLE_LAYERS)
     if odd:
@@ -247,6 +264,7 @@ def model_inputs(model: Any, token_S: Tensor, depth_S: Tensor) -> dict[str, Any]
         "input_ids": token_S[None],
         "position_ids": depth_S[None],
         "use_cache": False,
+        **text_inputs(model, token_S[None]),
     }
     if hasattr(model, "get_base_model"):  # an adapter hands arguments through
         model = model.get_base_model()

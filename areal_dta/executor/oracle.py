@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from areal_dta.executor.checks.multimodal import text_inputs
 from areal_dta.executor.kernels import accumulation_dtype
 from areal_dta.tree.leaf_order import IntArray
 
@@ -53,7 +54,8 @@ def sequence_output(
     """Compute logprobs and entropies of one sequence, differentiable in grad mode."""
     device = next(model.parameters()).device
     tokens = torch.as_tensor(sequence, dtype=torch.int64, device=device)
-    logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+    inputs = {"input_ids": tokens[None], **text_inputs(model, tokens[None])}
+    logits = model(**inputs, use_cache=False).logits[0, :-1]
     logits = logits.to(accumulation_dtype(logits.dtype)) / temperature
     logp = logits.log_softmax(-1)
     logprobs = logp.gather(-1, tokens[1:, None]).squeeze(-1)

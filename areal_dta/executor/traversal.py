@@ -16,7 +16,7 @@ Invariants, and the tests that hold them (tests/executor):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ from areal_dta.executor.kv_cache import (
 from areal_dta.executor.last_layer import LastLayer
 from areal_dta.executor.layout.tree_arrays import TreeArrays
 from areal_dta.executor.outputs import Channel, OutputHead
-from areal_dta.executor.telemetry import RouterLoad
+from areal_dta.executor.routers import RouterAuxLoss, RouterLoad
 from areal_dta.schedule import Fragment, Schedule, Step, StepKind
 from areal_dta.tree import PrefixTree
 
@@ -111,6 +111,8 @@ class Traversal:
         layers: what each layer asks of its attention.
         watch: looks on while blocks run.
         last_layer: run at needed outputs only; None: run whole.
+        router_weights: per sequence, the factor of its router's auxiliary loss; None:
+            there is none.
     """
 
     def __init__(
@@ -125,6 +127,7 @@ class Traversal:
         layers: Mapping[int, LayerAttention] | None = None,
         watch: BlockWatch | None = None,
         last_layer: LastLayer | None = None,
+        router_weights: Sequence[float] | None = None,
     ) -> None:
         self._tree, self._schedule, self._loss = tree, schedule, loss
         self._pace = pace or Pace()
@@ -133,6 +136,10 @@ class Traversal:
         self._device = parameter.device
         self.router_load = RouterLoad(model, tree) if config.router_load else None
         self._watch = watch or self.router_load
+        self.router_loss: RouterAuxLoss | None = None
+        if router_weights is not None:
+            self.router_loss = RouterAuxLoss(model, tree, router_weights, self._watch)
+            self._watch = self.router_loss
         self._open: list[_OpenFragment] = []
 
         # The path, with room behind it for kernels that read path and block at once.
@@ -197,6 +204,8 @@ class Traversal:
         assert block is not None
         if self._loss is not None and fragment.sequences:
             self.inject(self._loss, list(fragment.sequences))
+        if self.router_loss is not None:
+            self.router_loss.end(fragment.sequences)
         self._backward(block, opened)
         kind = StepKind.EXIT if step.computes else StepKind.ENTER
         self._arrays.drop(kind, step.fragment)
@@ -241,7 +250,8 @@ class Traversal:
         for (channel, is_wrong_T), is_wrong in zip(found, are_wrong, strict=True):
             if is_wrong:
                 self._refuse_gradient(channel, is_wrong_T)
-        return float(total)
+        router_loss = 0.0 if self.router_loss is None else self.router_loss.value
+        return float(total) + router_loss
 
     @property
     def num_retained(self) -> int:
@@ -275,6 +285,8 @@ class Traversal:
         layout, arrays = self._arrays.block(step)
         with torch.set_grad_enabled(step.with_grad), self._pace.forward():
             block = self._runner.run(fragment.path_tokens, layout, arrays, keep_kv)
+        if self.router_loss is not None:
+            block.router_logits = self.router_loss.take()
         for channel, output in zip(self.channels, block.outputs, strict=True):
             channel.value_T[self._filed_under(channel, block)] = output.detach()
         return block
@@ -302,6 +314,11 @@ class Traversal:
                     continue
                 roots.append(root)
                 grads.append(spread(grad.to(root.dtype), opened.at, root))
+        # Gradients of the routers' auxiliary loss.
+        if self.router_loss is not None:
+            logits = [x for x in block.router_logits if x.requires_grad]
+            roots += logits
+            grads += self.router_loss.gradients(block.arrays["token"], logits)
         inputs = self._watch.inputs if self._watch is not None else None
         self._pace.backward(roots, grads, inputs)
 

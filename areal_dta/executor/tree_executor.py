@@ -140,6 +140,7 @@ class TreeExecutor:
         group_loss: GroupLoss,
         positions: Positions | None = None,
         scope: str = "sequence",
+        router_weights: Sequence[float] | None = None,
     ) -> float:
         """Do what ``forward_backward`` does, for a loss over several sequences.
 
@@ -150,12 +151,23 @@ class TreeExecutor:
                 in depth-first order, and adds up: exact for losses that are sums over
                 sequences. ``batch`` calls it once, on all sequences in input order:
                 exact for any loss, for one more forward.
+            router_weights: per sequence, the factor with which its router's auxiliary
+                loss is added (routers/aux_loss.py); all tokens are computed then. None:
+                there is none.
+
+        Raises:
+            ValueError: the model has no such loss, and as ``forward_backward``.
         """
         check_model_supported(self.model, training=True)
         self.last_samples = []
         needed = self._needed(tree, positions)
+        trained = needed
+        if router_weights is not None:
+            trained = needed.with_all_tokens(tree)
         if scope == "sequence":
-            return self._traverse(tree, needed, True, group_loss).read_loss()
+            return self._traverse(
+                tree, trained, True, group_loss, router_weights=router_weights
+            ).read_loss()
         if scope != "batch":
             raise ValueError(f"scope={scope!r}; expected sequence or batch")
         # One pass for the outputs, the loss on all of them, one pass for its gradients.
@@ -163,8 +175,11 @@ class TreeExecutor:
         if tree.num_sequences:
             with torch.enable_grad():
                 first.inject(group_loss, list(range(tree.num_sequences)))
-        self._traverse(tree, needed, training=True, injected=first)
-        return first.read_loss()
+        self._traverse(
+            tree, trained, True, injected=first, router_weights=router_weights
+        )
+        assert self.last_stats is not None
+        return first.read_loss() + self.last_stats.router_loss
 
     def traverse(
         self, tree: PrefixTree, sequence_loss: Callable[..., Tensor], watch: BlockWatch
@@ -192,6 +207,7 @@ class TreeExecutor:
         loss: GroupLoss | None = None,
         injected: Traversal | None = None,
         watch: BlockWatch | None = None,
+        router_weights: Sequence[float] | None = None,
     ) -> Traversal:
         """Walk the tree once; with the gradients that ``injected`` holds, if given."""
         check_no_autocast(self.model)
@@ -219,6 +235,7 @@ class TreeExecutor:
             self.layers,
             watch,
             self._last_layer,
+            router_weights,
         )
         if injected is not None:
             traversal.channels = injected.channels
@@ -238,6 +255,9 @@ class TreeExecutor:
         if traversal.router_load is not None:
             load = traversal.router_load.counts
             self.last_stats = dataclasses.replace(self.last_stats, expert_load=load)
+        if traversal.router_loss is not None:
+            value = traversal.router_loss.value
+            self.last_stats = dataclasses.replace(self.last_stats, router_loss=value)
         return traversal
 
     def _walk(

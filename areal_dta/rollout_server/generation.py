@@ -12,7 +12,6 @@ and is the only one to call it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 from areal_dta.executor.checks.attention_profile import profile_attention
 from areal_dta.executor.model_refusals import UnsupportedModelError, model_inputs
 from areal_dta.rollout_server.answers import Answer, Decoder
-from areal_dta.rollout_server.kv_cache import RowTails
+from areal_dta.rollout_server.kv_cache import Row, RowTails
 from areal_dta.rollout_server.packed_attention import (
     CopiedPrefix,
     Piece,
@@ -34,26 +33,12 @@ from areal_dta.rollout_server.packed_attention import (
 )
 from areal_dta.rollout_server.prefix_cache import KV, Node, PrefixCache
 from areal_dta.rollout_server.sampling import BatchSampling, prompt_logprobs, sample
+from areal_dta.rollout_server.states import RowStates, WholePrompts
 from areal_dta.rollout_server.weights import vocab_size
 
 # Shorter prompts are copied into their rows: one call of attention takes as long as
 # reading the K/V of about so many tokens.
 _MIN_SHARED_TOKENS = 128
-
-
-@dataclass(eq=False, slots=True)
-class _Row:
-    """An admitted request."""
-
-    answer: Answer
-    #: Where its prefix ends in the cache, which keeps it until the row leaves.
-    node: Node
-    #: Tokens of the prefix that become the first columns of its tail: all or none.
-    num_copied: int
-
-    @property
-    def max_columns(self) -> int:
-        return self.num_copied + self.answer.task.max_new_tokens
 
 
 class BatchGenerator:
@@ -93,15 +78,18 @@ class BatchGenerator:
         # One request at a time is for answers that are equal to the last bit. How a
         # prefix was cut into pieces shows in its last bits, so none may be kept.
         budget = prefix_cache_bytes if max_batch_size > 1 else 0
-        self.prefix_cache = PrefixCache(shape, budget)
+        self._states = RowStates(model)
+        # Nobody knows the state inside a prompt, so none can be cut.
+        cache_class = WholePrompts if self._states.layers else PrefixCache
+        self.prefix_cache = cache_class(shape, budget)
         self._tails = RowTails(shape)
         # Columns of a tail must be in order where a window cuts some off.
         has_windows = any(layer.window is not None for layer in self._layers.values())
         self._min_shared_tokens = 0 if has_windows else _MIN_SHARED_TOKENS
-        self._decoding: list[_Row] = []
-        self._prefilling: list[_Row] = []
+        self._decoding: list[Row] = []
+        self._prefilling: list[Row] = []
         #: Rows that the step under way lets in, or computes a piece for.
-        self._newcomers: list[_Row] = []
+        self._newcomers: list[Row] = []
         self._sampling: BatchSampling | None = None
         self._shared: tuple[int, SharedNodes] | None = None
 
@@ -112,10 +100,10 @@ class BatchGenerator:
 
     @property
     def num_kv_bytes(self) -> int:
-        """Bytes of all keys and values that are held."""
+        """Bytes of all keys and values, and of rows' states."""
         cache = self.prefix_cache
         tokens = cache.num_used_tokens + cache.num_unused_tokens + self._tails.capacity
-        return tokens * cache.shape.bytes_per_token
+        return tokens * cache.shape.bytes_per_token + self._states.num_bytes
 
     @torch.inference_mode()
     def admit(self, answers: Sequence[Answer]) -> int:
@@ -133,7 +121,7 @@ class BatchGenerator:
         """
         for count, answer in enumerate(answers):
             size = len(answer.prefix)
-            row = _Row(
+            row = Row(
                 answer,
                 self.prefix_cache.root,
                 num_copied=size if size < self._min_shared_tokens else 0,
@@ -193,7 +181,9 @@ class BatchGenerator:
             pieces=pieces,
             copied=self._copied(joining),
         )
-        with attending(self.model, step):
+        joined = [row.node for row in joining]
+        states = self._states.enter(len(self._decoding), joined, pieces)
+        with attending(self.model, step), self._states.carried(states):
             logits = self.model(
                 **self._inputs(tokens, positions),
                 logits_to_keep=torch.arange(len(rows), device=device),
@@ -202,11 +192,12 @@ class BatchGenerator:
         # Nothing has failed: make it the new state.
         for piece in pieces:
             piece.node.num_filled = piece.end
+        self._states.leave(states)
         tails.lengths = [length + 1 for length in lengths]
         self._decoding = rows
         if joining:
-            joined = set(map(id, joining))
-            self._prefilling = [r for r in self._prefilling if id(r) not in joined]
+            ended = set(map(id, joining))
+            self._prefilling = [r for r in self._prefilling if id(r) not in ended]
             self._sampling = None
             for row in joining:
                 if not row.num_copied:
@@ -281,6 +272,7 @@ class BatchGenerator:
         answers = self.drop(self.rows)
         self.drop_prefixes()
         self._tails.clear()
+        self._states.clear()
         return answers
 
     def drop_prefixes(self) -> None:
@@ -302,7 +294,7 @@ class BatchGenerator:
             self._decoder = self._load_decoder()
         return self._decoder
 
-    def _has_room(self, row: _Row) -> bool:
+    def _has_room(self, row: Row) -> bool:
         rows = [*self._decoding, *self._prefilling, row]
         if len(rows) == 1:
             return True
@@ -322,7 +314,7 @@ class BatchGenerator:
             torch.tensor(positions, device=device),
         )
 
-    def _choose_pieces(self) -> tuple[list[Piece], list[_Row]]:
+    def _choose_pieces(self) -> tuple[list[Piece], list[Row]]:
         """Return what to prefill in this step, and the rows that can join it."""
         # First come, first served; each node has to be computed after those above.
         chosen: list[tuple[Node, int, int, tuple[Node, ...]]] = []
@@ -353,7 +345,7 @@ class BatchGenerator:
             first += end - start
         return pieces, joining
 
-    def _copied(self, joining: list[_Row]) -> list[CopiedPrefix]:
+    def _copied(self, joining: list[Row]) -> list[CopiedPrefix]:
         """Group the joining rows whose prefix is copied by that prefix."""
         groups: dict[int, CopiedPrefix] = {}
         for i, row in enumerate(joining, len(self._decoding)):
@@ -392,6 +384,7 @@ class BatchGenerator:
             self.prefix_cache.release(row.node)
         unclean = [i for i in indices if self._decoding[i].answer.error is not None]
         order = self._tails.remove(list(indices), unclean)
+        self._states.reorder(order)
         self._decoding = [self._decoding[i] for i in order]
         self._sampling = None
         self._shared = None

@@ -12,12 +12,30 @@ Columns behind a row's length are masked. They must be finite, since 0 x NaN is 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from areal_dta.rollout_server.prefix_cache import KV, KVShape
+from areal_dta.rollout_server.answers import Answer
+from areal_dta.rollout_server.prefix_cache import KV, KVShape, Node
 
 _COLUMN_STEP = 64
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """An admitted request."""
+
+    answer: Answer
+    #: Where its prefix ends in the cache, which keeps it until the row leaves.
+    node: Node
+    #: Tokens of the prefix that become the first columns of its tail: all or none.
+    num_copied: int
+
+    @property
+    def max_columns(self) -> int:
+        return self.num_copied + self.answer.task.max_new_tokens
 
 
 class RowTails:

@@ -104,6 +104,8 @@ class Step:
     pieces: Sequence[Piece]
     copied: Sequence[CopiedPrefix]
     num_calls: int = 0
+    #: Place of each layer with attention in the caches, by its index in the model.
+    slots: dict[int, int] = field(init=False)
     lengths_R: Tensor = field(init=False)
     rows_R: Tensor = field(init=False)
     bias_tail: Tensor | None = field(init=False)
@@ -111,6 +113,7 @@ class Step:
 
     def __post_init__(self) -> None:
         device = self.tails.keys.device
+        self.slots = {layer: slot for slot, layer in enumerate(sorted(self.layers))}
         self.lengths_R = torch.tensor(self.lengths, device=device, dtype=torch.long)
         self.rows_R = torch.arange(len(self.lengths), device=device)
         self.bias_tail = None
@@ -207,7 +210,7 @@ class _Layer:
     """One layer's attention in one step."""
 
     def __init__(self, step: Step, index: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        self.step, self.index = step, index
+        self.step, self.index = step, step.slots[index]
         self.q_NTD, self.k_KTD, self.v_KTD = q, k, v
         self.asked = step.layers[index]
         self.num_kv_heads = k.shape[0]

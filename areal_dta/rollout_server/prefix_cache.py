@@ -20,7 +20,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -83,6 +83,7 @@ class Node:
         "children",
         "num_users",
         "last_used",
+        "states",
     )
 
     def __init__(
@@ -95,6 +96,8 @@ class Node:
         #: Requests that have acquired this node or one below it.
         self.num_users = 0
         self.last_used = 0
+        #: Of layers that carry one, behind the last token that was computed.
+        self.states: dict[Any, Tensor] = {}
 
     @property
     def num_tokens(self) -> int:

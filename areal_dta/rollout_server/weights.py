@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 
 from areal_dta.config import lora
+from areal_dta.executor.checks.multimodal import serving_class
 from areal_dta.executor.model_refusals import (
     UnsupportedModelError,
     check_model_supported,
 )
+from areal_dta.rollout_server.states import state_layers
 
-#: Layers whose cache is plain keys and values, so that rows can be moved around.
-_SUPPORTED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+#: Layers whose cache is plain keys and values, or a state that `states` keeps.
+_SUPPORTED_LAYER_TYPES = frozenset(
+    {"full_attention", "sliding_attention", "linear_attention", "conv"}
+)
 #: Configuration entries that change results without changing a weight's shape.
 _FUNCTION_KEYS = (
     "model_type",
@@ -67,7 +66,8 @@ def load_model(
         CheckpointError: there is no such checkpoint, or its model cannot be served.
     """
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(model_path, trust_remote_code=False)
+        model: PreTrainedModel = serving_class(config).from_pretrained(
             model_path,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
             attn_implementation=attn_impl,
@@ -250,6 +250,7 @@ def check_supported(model: PreTrainedModel) -> None:
     # path. Here those values would depend on the other requests of the batch.
     try:
         check_model_supported(model, training=False)
+        state_layers(model)
     except UnsupportedModelError as error:
         raise CheckpointError(
             f"{error} (a server that batches requests has the same limits)"

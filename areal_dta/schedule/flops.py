@@ -42,6 +42,7 @@ class FlopModel:
         Raises:
             ValueError: the config lacks a size; the message names it.
         """
+        config = text_config(config)
         d = DecoderSizes.from_config(config)
         attention = d.hidden * d.head_dim * (2 * d.heads + 2 * d.kv_heads)
         mlp = 3 * d.hidden * d.intermediate * d.active_experts + d.hidden * d.experts
@@ -132,6 +133,7 @@ class DecoderSizes:
     @classmethod
     def from_config(cls, config: Any) -> DecoderSizes:
         """Read a Hugging Face config. Raises as ``config_size``."""
+        config = text_config(config)
 
         def size(name: str, default: int | None = None) -> int:
             return config_size(config, name, default)
@@ -151,6 +153,11 @@ class DecoderSizes:
             experts=experts,
             active_experts=size("num_experts_per_tok") if experts else 1,
         )
+
+
+def text_config(config: Any) -> Any:
+    """Return the part of a (possibly multimodal) Hugging Face config about text."""
+    return getattr(config, "get_text_config", lambda: config)()
 
 
 def config_size(config: Any, name: str, default: int | None = None) -> int:

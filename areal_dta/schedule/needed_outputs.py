@@ -13,7 +13,7 @@ which an output is needed, and their ancestors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,6 +89,10 @@ class NeededOutputs:
         for i, mask in _checked(tree, positions, 1):
             edge_T[tree.token_indices(i)[1:]] |= mask
         return cls._from_edges(tree, edge_T, is_all=False)
+
+    def with_all_tokens(self, tree: PrefixTree) -> NeededOutputs:
+        """Compute every token, whether an output depends on it or not."""
+        return replace(self, computed=tuple(node.num_tokens for node in tree.nodes))
 
     @classmethod
     def _from_edges(

@@ -7,6 +7,7 @@ embedded server in `areal_dta.rollout_server.weights`.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from areal.utils.data import DEFAULT_MAX_TOKENS_PER_MB
 
@@ -14,6 +15,9 @@ from areal_dta.config.composed import ConfigError, one_line, shorten
 from areal_dta.config.resolved import ResolvedRun, Section
 from areal_dta.config.schema import DTAGRPOConfig
 from areal_dta.engine import VALUE_KINDS
+from areal_dta.engine.setting_checks import router_aux_loss
+from areal_dta.executor.checks.multimodal import serving_class
+from areal_dta.executor.checks.state_layers import has_layers_with_state
 from areal_dta.executor.model_refusals import check_unloaded_model
 
 
@@ -30,8 +34,12 @@ def check_token_limits(run: ResolvedRun) -> None:
             )
 
 
-def check_model(model: Section, trust_remote_code: bool) -> None:
-    """Check that a model can be loaded and trained, from a directory or the hub."""
+def check_model(model: Section, trust_remote_code: bool) -> list[str]:
+    """Check that a model can be loaded and trained, from a directory or the hub.
+
+    Returns:
+        A warning if its backend would train it wrongly.
+    """
     from transformers import AutoConfig
 
     path, key = model.config.path, f"{model.name}.path"
@@ -49,13 +57,21 @@ def check_model(model: Section, trust_remote_code: bool) -> None:
         reason = shorten(one_line(e), 200)
         raise ConfigError(f"{key}={path} cannot be loaded: {reason}") from e
     counts_experts = model.backend.engine == "dta" and model.config.dta.router_load
-    if counts_experts and not any("expert" in key for key in found.to_dict()):
+    if counts_experts and not any(
+        "expert" in key for key in found.get_text_config().to_dict()
+    ):
         raise ConfigError(
             f"{model.name}.dta.router_load=true, but {path} ({found.model_type}) "
             "has no experts; set it false"
         )
+    router_loss, _ = router_aux_loss(model.config, found)
     if model.backend.engine != "dta":
-        return
+        if router_loss:
+            raise ConfigError(
+                f"{model.name}.dta.router_aux_loss={router_loss:g} is trained by the "
+                f"tree engine only; use {model.name}.backend=dta:dN, or 0"
+            )
+        return _packing_note(model, found)
     num_layers = getattr(found.get_text_config(), "num_hidden_layers", None)
     if model.config.dta.reshard == "block" and num_layers == 1:
         raise ConfigError(
@@ -69,9 +85,29 @@ def check_model(model: Section, trust_remote_code: bool) -> None:
             trains=model.config.optimizer is not None,
             disable_dropout=model.config.disable_dropout,
             router_load=model.config.dta.router_load,
+            router_aux_loss=bool(router_loss),
         )
     except ValueError as e:
         raise ConfigError(f"{key}={path}: {one_line(e)}") from e
+    return []
+
+
+def _packing_note(model: Section, hf_config: Any) -> list[str]:
+    """Return a warning where packed sequences would reach one another by a state."""
+    if model.backend.engine == "fsdp":  # the dense twin splits such layers
+        return []
+    try:
+        if not has_layers_with_state(hf_config):
+            return []
+    except (ValueError, ImportError):  # that engine will say what it does not know
+        return []
+    return [
+        f"{model.name}.backend={model.config.backend}: {hf_config.model_type} has "
+        "layers that carry a state from token to token, and AReaL packs sequences "
+        "without telling them where one ends: all but the first of a micro-batch are "
+        f"trained on wrong values. Use {model.name}.backend=dta:dN or fsdp:dN, or "
+        f"{model.name}.mb_spec.n_mbs=<sequences per rank>"
+    ]
 
 
 def check_no_code(path: str, key: str, is_model: bool = True) -> None:
@@ -101,7 +137,7 @@ def check_no_code(path: str, key: str, is_model: bool = True) -> None:
 def check_served_model(config: DTAGRPOConfig) -> None:
     """Check that the embedded server can serve the model of the rollouts."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     from areal_dta.rollout_server.weights import check_supported
 
@@ -114,7 +150,8 @@ def check_served_model(config: DTAGRPOConfig) -> None:
     try:
         check_no_code(path, "local.model_path")
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+            found = AutoConfig.from_pretrained(path)
+            model = serving_class(found).from_config(found)
         check_supported(model)
     except ConfigError:
         raise

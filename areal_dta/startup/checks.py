@@ -77,7 +77,7 @@ def check_run(run: ResolvedRun, composed: Composed | None = None) -> list[str]:
         check_dataset_path(config.train_dataset.path)
     check_token_limits(run)
     for model in run.models:
-        check_model(model, config.trust_remote_code)
+        notes += check_model(model, config.trust_remote_code)
     if run.rollout is not None and run.rollout.backend.engine == "local":
         check_served_model(config)
     return notes + rollout_notes + gpu_note(run)

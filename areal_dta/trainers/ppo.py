@@ -254,6 +254,7 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
                 options.max_rejected_share,
                 options.max_batches_without_result,
             ),
+            takes_images=config.actor.engine != "dta",
         )
         prompts = self.train_dataloader
         self.hook = CollectorHook(

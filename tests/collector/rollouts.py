@@ -74,6 +74,8 @@ class Workers:
         item["versions"][item["versions"] >= 0] = version
         if self.fates.get(index) == "nan":
             item["rewards"][0] = torch.nan
+        if self.fates.get(index) == "images":
+            item["multi_modal_input"] = [{"pixel_values": torch.ones(2)}] * 3
         if self.fates.get(index, "").startswith("lost"):
             # on a worker that is gone
             shard = TensorShardInfo(f"shard {index}", "127.0.0.1:9")
@@ -129,7 +131,9 @@ class Rollout:
         controller._dispatcher.initialize(logger=logging.getLogger("test"))
         self.loader = loader or prompt_loader(100)
         self.collector = Collector(
-            max_staleness=max_staleness, watch=RejectionWatch(BATCH, **limits)
+            max_staleness=max_staleness,
+            watch=RejectionWatch(BATCH, **limits),
+            takes_images=False,
         )
         self.hook = None
         if is_collected:

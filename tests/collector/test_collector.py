@@ -100,6 +100,10 @@ BROKEN = {
         lambda item: item["versions"].__setitem__((0, 1), 4),
         lambda item: item["versions"].__setitem__((0, 1), -2),
     ],
+    "images": [
+        lambda item: item.update(multi_modal_input=[{}, {"pixel_values": 1}, {}]),
+        lambda item: item.update(pixel_values=torch.ones(1, 3)),
+    ],
     "nan": [
         lambda item: item["rewards"].__setitem__(0, torch.nan),
         lambda item: item["logprobs"].__setitem__((0, 1), torch.inf),
@@ -141,6 +145,14 @@ def test_a_result_is_taken_in_once():
     with pytest.raises(Rejected, match="before"):
         collector.offer(0, first, 0)
     collector.offer(8, first, 0, source="shard")  # the shard's name is free again
+
+
+def test_text_of_a_multimodal_workflow_is_taken():
+    (item,) = make_items((3,))
+    item["multi_modal_input"] = [{}, {}, {}]
+    collector = Collector(takes_images=False)
+    collector.offer(0, item, 0)
+    assert collector.waiting_task_ids == [0]
 
 
 def test_a_row_without_loss_counts_in_its_group():

@@ -34,20 +34,20 @@ def test_a_batch_comes_in_the_order_of_issue_with_its_plan():
 
 
 def test_what_became_of_each_prompt_is_saved():
-    fates = {1: "filtered", 2: "nan", 3: "unreachable once"}
+    fates = {1: "filtered", 2: "nan", 3: "unreachable once", 5: "images"}
     with Rollout(fates) as rollout:
         trained = []
         for version in range(4):
             trained += indices(rollout.batch())
             rollout.set_version(version + 1)
-        assert not {1, 2} & set(trained)
+        assert not {1, 2, 5} & set(trained)
         # its worker did not answer: it was tried again
         assert rollout.workers.prompts.count(3) == 2 and 3 in trained
         state = rollout.loader.state_dict()
         finished = set(range(state["next"])) - set(state["unsettled"])
-        assert finished == {1, 2, *trained}
+        assert finished == {1, 2, 5, *trained}
         stats = rollout.controller.staleness_manager.get_stats
-        assert stats().rejected == 3
+        assert stats().rejected == 4
 
         def balanced():  # AReaL counts a result just before it is taken in
             num_waiting = len(rollout.collector.waiting_task_ids)
@@ -56,6 +56,7 @@ def test_what_became_of_each_prompt_is_saved():
         rollout.wait_until(balanced)
         metrics = rollout.collector.take_metrics(1.0)
         assert metrics["collector/rejected/nan"] == 1
+        assert metrics["collector/rejected/images"] == 1
         assert metrics["collector/rejected/filtered"] == 1
         assert metrics["collector/rejected/failed"] == 1
 

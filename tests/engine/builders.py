@@ -17,6 +17,7 @@ from areal.api.cli_args import (
     PPOCriticConfig,
     TrainEngineConfig,
 )
+from areal.engine.fsdp_engine import FSDPPPOActor
 from tokenizers import Tokenizer, models
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -71,6 +72,11 @@ def save_tiny_llama(path: Path, **overrides: Any) -> Path:
 def _save(model_class: Any, config: Any, path: Path) -> Path:
     torch.manual_seed(0)
     model_class(config).save_pretrained(path)
+    return save_tokenizer(path)
+
+
+def save_tokenizer(path: Path) -> Path:
+    """Save a tokenizer of VOCAB_SIZE words."""
     vocab = {f"t{i}": i for i in range(VOCAB_SIZE)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
     PreTrainedTokenizerFast(
@@ -127,6 +133,21 @@ def value_config(config_class: Any, model: Path, **overrides: Any) -> Any:
 def one_sequence_each(num_rows: int) -> MicroBatchSpec:
     """Micro-batches in which nothing can leak from one sequence to another."""
     return MicroBatchSpec(n_mbs=num_rows)
+
+
+class MasklessActor(FSDPPPOActor):
+    """AReaL's actor, made to load multimodal checkpoints that it does not list, and to
+    pass no mask: its dictionary of no masks is one that few models can read."""
+
+    def __init__(self, config: TrainEngineConfig) -> None:
+        super().__init__(config)
+        self.is_vision_model = hasattr(self.model_config, "vision_config")
+
+    def _prepare_mb_list(self, input_: dict[str, Any]) -> Any:
+        mb_list = super()._prepare_mb_list(input_)
+        for mb in mb_list.padded_mbs:
+            mb["attention_mask"] = None
+        return mb_list
 
 
 def build_engine(engine_class: type, config: TrainEngineConfig) -> Any:

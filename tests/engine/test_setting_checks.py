@@ -54,12 +54,15 @@ def test_refusals_name_what_was_got(overrides, message):
     assert message in str(error.value)
 
 
-def test_vision_models_are_refused(tmp_path):
-    from transformers import Qwen2_5_VLConfig
+def test_a_critic_of_a_multimodal_checkpoint_is_refused(tmp_path):
+    from transformers import Mistral3Config
 
-    Qwen2_5_VLConfig().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="vision models .qwen2_5_vl.*backend=fsdp:dN"):
-        DTAPPOActor(actor_config(tmp_path))
+    from areal_dta.engine import DTAPPOCritic
+    from tests.engine.builders import value_config
+
+    Mistral3Config().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="mistral3. cannot be trained to give values"):
+        DTAPPOCritic(value_config(PPOCriticConfig, tmp_path))
 
 
 def test_fp8_is_refused():

@@ -136,7 +136,10 @@ def test_a_rank_without_loss_tokens(ranks, directory):
 
 
 def test_a_mixture_reduces_the_same_parameters_on_both_ranks(ranks, directory):
-    expected = train_once(tree_engine(directory / "moe", router_load=True), union())
+    engine = tree_engine(directory / "moe", router_load=True, router_aux_loss=0.1)
+    expected = train_once(engine, union())
+    aux_loss = expected["stats"]["dta/router_aux_loss"]
+    assert 2 <= aux_loss < 8  # the number of experts per token, if they were even
     load = {
         k: v
         for k, v in expected["stats"].items()
@@ -151,7 +154,7 @@ def test_a_mixture_reduces_the_same_parameters_on_both_ranks(ranks, directory):
     for results in ranks:
         actual = results["mixture_with_rank_1_empty"]
         assert_same_update(actual, expected)
-        for key, ratio in load.items():
+        for key, ratio in {**load, "dta/router_aux_loss": aux_loss}.items():
             assert actual["stats"][key] == pytest.approx(ratio), key
 
 

@@ -105,7 +105,10 @@ class Scenarios:
 
     def mixture_with_rank_1_empty(self) -> dict:
         mine = union() if self.rank == 0 else []
-        return train_once(tree_engine(self.directory / "moe", router_load=True), mine)
+        engine = tree_engine(
+            self.directory / "moe", router_load=True, router_aux_loss=0.1
+        )
+        return train_once(engine, mine)
 
     def stock_engine(self) -> dict:
         mine = rows_of(union(), EVEN[self.rank])

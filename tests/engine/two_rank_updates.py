@@ -39,6 +39,7 @@ def tree_engine(
     model: Path,
     router_load: bool = False,
     self_check: bool = True,
+    router_aux_loss: float = 0.0,
     **overrides: Any,
 ) -> Any:
     config = actor_config(model, **overrides)
@@ -46,6 +47,7 @@ def tree_engine(
         block_tokens=4,
         retain_tokens=6,
         router_load=router_load,
+        router_aux_loss=router_aux_loss,
         self_check=self_check,
     )
     return build_engine(DTAPPOActor, DTAPPOActorConfig(**vars(config), dta=dta))

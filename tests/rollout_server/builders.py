@@ -22,6 +22,32 @@ from areal_dta.rollout_server.sampling import RowSampling
 from areal_dta.rollout_server.server import build_command, open_socket
 from tests.models import VOCAB_SIZE, tiny_model
 
+_DELTA = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+# Types whose layers carry a state from token to token.
+WITH_STATES = {
+    "qwen3_5_text": _DELTA,
+    "qwen3_next": {
+        **_DELTA,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "lfm2": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": False,
+    },
+}
+
 START_TIMEOUT_SECONDS = 120.0
 EXIT_TIMEOUT_SECONDS = 20.0
 CONTEXT_LENGTH = 2048

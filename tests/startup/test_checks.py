@@ -78,6 +78,12 @@ def test_the_main_job_passes(no_gpu: None, backend: str) -> None:
         (["actor.kl_ctl=0.1"], "kl_ctl=0.1 needs a reference; add the section ref"),
         (["actor.is_critic=true"], "set actor.is_critic=false"),
         (["actor.dta.router_load=true"], "has no experts; set it false"),
+        (["actor.dta.router_aux_loss=0.01"], "has no routers .*router_aux_loss=0"),
+        (["actor.dta.router_aux_loss=-1"], "expected a number >= 0 or auto"),
+        (
+            ["actor.dta.router_aux_loss=0.01", "actor.backend=fsdp:d1"],
+            "trained by the tree engine only; use actor.backend=dta:dN, or 0",
+        ),
         (["local.dtype=float31"], "local: dtype='float31'"),
         (["reward_fn=areal_dta.tasks.math_reward.reward"], "cannot be imported"),
         (["workflow=nonsense"], "expected package.module.name"),

@@ -34,7 +34,7 @@ from areal_dta.executor.attention import model_attention
 from areal_dta.executor.kernels import accumulation_dtype
 from areal_dta.executor.last_layer import decoder_layers
 from areal_dta.executor.model_refusals import UnsupportedModelError, class_name
-from areal_dta.executor.telemetry import is_router
+from areal_dta.executor.routers import is_router
 from areal_dta.executor.traversal import Traversal
 from areal_dta.executor.tree_executor import TreeExecutor
 from areal_dta.tree import PrefixTree
