@@ -130,7 +130,7 @@ def plot(points: Sequence[dict[str, Any]], path: Path) -> None:
     lengths = sorted({p["tokens"] for p in points})
     for axes, what in ((memory, "peak memory, MiB"), (time, "seconds")):
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log", base=2 if axes is memory else 10)
+        axes.set_yscale("log", base=2)
         axes.set_xticks(lengths, [f"{n // 1024}K" for n in lengths])
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.4g}")
         axes.set(xlabel="tokens of the sequence", ylabel=what)
