@@ -1,9 +1,10 @@
-"""Small random models of each architecture, and norms that keep fp64."""
+"""Small random models of each architecture, in fp64 without casts to fp32."""
 
-import types
+import functools
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -40,6 +41,52 @@ ARCHITECTURES = {
     },
     "mistral": {"sliding_window": None},
 }
+_DELTA = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
+_CONVOLUTIONS = {
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+}
+_EXPERTS = ARCHITECTURES["qwen3_moe"] | {"experts_implementation": "eager"}
+_SMALL_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+}
+# Those with layers that carry a state.
+HYBRIDS = {
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 24},
+    "qwen3_next": _DELTA | _EXPERTS | {"shared_expert_intermediate_size": 24},
+    "olmo_hybrid": _DELTA,
+    "lfm2": _CONVOLUTIONS | {"block_ff_dim": 48},
+    "lfm2_moe": _CONVOLUTIONS | _EXPERTS | {"num_dense_layers": 1},
+    "mamba2": {
+        "attn_implementation": "eager",
+        "num_heads": 8,
+        "state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 8,
+        "expand": 2,
+    },
+    "bamba": _SMALL_MAMBA | {"num_hidden_layers": 3, "attn_layer_indices": [1]},
+    "granitemoehybrid": _SMALL_MAMBA
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 24,
+    },
+    "falcon_h1": _SMALL_MAMBA | {"mamba_d_ssm": 64},
+}
 
 
 def tiny_model(
@@ -50,18 +97,21 @@ def tiny_model(
     **overrides,
 ) -> PreTrainedModel:
     """Build a random model; ``name`` is a model type, maybe with a suffix as above."""
-    sizes = SMALL | ARCHITECTURES.get(name, {}) | overrides
+    sizes = SMALL | (ARCHITECTURES | HYBRIDS).get(name, {}) | overrides
+    kernels = {
+        "attn_implementation": sizes.pop("attn_implementation", attn_implementation)
+    }
+    if experts := sizes.pop("experts_implementation", None):
+        kernels["experts_implementation"] = experts
     config = CONFIG_MAPPING[name.split("-")[0]](**sizes)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(
-        config, attn_implementation=attn_implementation
-    )
+    model = AutoModelForCausalLM.from_config(config, **kernels)
     with torch.no_grad():  # init leaves norms at one and biases at zero
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
     model = model.to(dtype).train()
     if dtype == torch.float64:
-        keep_norms_in_fp64(model)
+        keep_fp64(model)
     return model
 
 
@@ -108,17 +158,36 @@ def tiny_multimodal(name: str, **text_options) -> PreTrainedModel:
     return model.train()
 
 
-def keep_norms_in_fp64(model: nn.Module) -> None:
-    """Transformers casts RMSNorm inputs to fp32, which alone costs 1e-7."""
+class _NoCasts(TorchFunctionMode):
+    """What casts fp64 or integers to fp32 gives fp64."""
 
-    def forward(self, hidden_states):
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        return self.weight * hidden_states * torch.rsqrt(variance + self.eps_fp64)
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.dtype in (torch.float64, torch.int64):
+            if func is Tensor.float:
+                return first.double()
+            if func in (Tensor.to, Tensor.type):
+                args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
 
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm"):
-            module.eps_fp64 = module.variance_epsilon
-            module.forward = types.MethodType(forward, module)
+
+def keep_fp64(model: nn.Module) -> None:
+    """Take casts to fp32 out of an fp64 model.
+
+    Transformers computes norms, gates, scans and softmax in fp32; a norm alone costs
+    1e-7.
+    """
+    own = model.forward
+
+    @functools.wraps(own)
+    def forward(*args, **kwargs):
+        with _NoCasts():
+            return own(*args, **kwargs)
+
+    model.forward = forward
 
 
 def gradients(model: nn.Module) -> torch.Tensor:

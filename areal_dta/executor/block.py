@@ -11,8 +11,8 @@ the same order; its pace lives with the code that shards it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -33,8 +33,18 @@ from areal_dta.executor.kv_cache import PathCache
 from areal_dta.executor.last_layer import MAX_SHARE, LastLayer
 from areal_dta.executor.layout.block_layout import BlockLayout, TreeTokens, lay_out
 from areal_dta.executor.layout.upload import upload
-from areal_dta.executor.model_refusals import model_inputs
+from areal_dta.executor.model_refusals import (
+    REMEDY,
+    UnsupportedModelError,
+    model_inputs,
+)
 from areal_dta.executor.outputs import OutputHead
+from areal_dta.executor.states.protocol import (
+    BlockStates,
+    StatefulLayer,
+    StateKey,
+    running,
+)
 from areal_dta.schedule import NeededOutputs, Schedule, cut_tree
 from areal_dta.tree import PrefixTree
 
@@ -101,8 +111,12 @@ class BlockOutput:
     outputs: list[Tensor]
     """One per channel of the output head, with an entry per edge or per row."""
     keys: list[Tensor]
-    """Keys [1, K, S, H] per layer; empty unless kept."""
+    """Keys [1, K, S, H] per layer that attends; empty unless kept."""
     values: list[Tensor]
+    entering: Mapping[StateKey, Tensor]
+    """States that entered: leaves."""
+    leaving: Mapping[StateKey, Tensor]
+    """States that leave [X, ...], one per exit of the block."""
     router_logits: list[Tensor] = field(default_factory=list)
     """[S, E] per layer with experts; only with a router's auxiliary loss."""
 
@@ -112,6 +126,7 @@ def block_arrays(
     tree: TreeTokens,
     path_tokens: int,
     layers: Mapping[int, LayerAttention],
+    stateful: Sequence[StatefulLayer] = (),
 ) -> dict[Hashable, np.ndarray]:
     """Return all that a run of a block behind its path reads on the device, by name.
 
@@ -133,6 +148,10 @@ def block_arrays(
             found.append(("path", call_arrays(None, size, num_path)))
         for role, of_role in found:
             arrays.update({(role, *key): array for key, array in of_role.items()})
+    if layout.runs is not None:
+        widths = {width for layer in stateful for width in layer.widths.values()}
+        for key, array in layout.runs.arrays(widths).items():
+            arrays["state", *key] = array
     return arrays
 
 
@@ -148,9 +167,10 @@ class BlockRunner:
         layers: Mapping[int, LayerAttention],
         watch: BlockWatch | None = None,
         last_layer: LastLayer | None = None,
+        stateful: Sequence[StatefulLayer] = (),
     ) -> None:
         self._model, self._head, self._path = model, head, path
-        self._kernel, self._layers = kernel, layers
+        self._kernel, self._layers, self._stateful = kernel, layers, stateful
         self._watch, self._last_layer = watch, last_layer
 
     def run(
@@ -159,17 +179,19 @@ class BlockRunner:
         layout: BlockLayout,
         arrays: Mapping[Any, Tensor],
         keep_kv: bool,
+        entering: Mapping[StateKey, Tensor] | None = None,
     ) -> BlockOutput:
         """Call the model on a block behind the path that the cache holds.
 
         Args:
             arrays: `block_arrays` on the device.
+            entering: states at the end of the path; None at the top of a tree.
 
         Raises:
             UnsupportedModelError: a layer asks for something a tree cannot give.
         """
 
-        def of_mask(role: str) -> dict[tuple[int, str], Tensor]:
+        def of_role(role: str) -> dict[Any, Tensor]:
             return {key[1:]: x for key, x in arrays.items() if role == key[0]}
 
         block = BlockAttention(
@@ -177,12 +199,17 @@ class BlockRunner:
             path_tokens=path_tokens,
             depth_S=arrays["depth"],
             depths=layout.depths,
-            mask=Mask(layout.shape, arrays=of_mask("block")),
-            path_mask=Mask(arrays=of_mask("path")),
+            mask=Mask(layout.shape, arrays=of_role("block")),
+            path_mask=Mask(arrays=of_role("path")),
             kernel_name=self._kernel,
             keep_kv=keep_kv,
             layers=self._layers,
         )
+        states = None
+        if layout.runs is not None:
+            states = BlockStates(
+                layout.runs, of_role("state"), self._stateful, entering or {}
+            )
 
         # Rows of the last layer. Who looks on sees all tokens in all layers.
         num_rows = len(layout.row_R)
@@ -196,7 +223,11 @@ class BlockRunner:
             block.restart()
             model: Any = self._model
             rows = last_layer.at_rows(row_R) if last_layer else nullcontext()
-            with rows as block.needed_rows, active_block(block, len(self._path.layers)):
+            with (
+                rows as block.needed_rows,
+                active_block(block, len(self._path.layers)),
+                _running(states),
+            ):
                 if last_layer and "logits_to_keep" in options:
                     options["logits_to_keep"] = 0  # all that there is: the rows
                 output = model(
@@ -208,13 +239,35 @@ class BlockRunner:
         watch = self._watch
         with watch.block(arrays["token"]) if watch is not None else nullcontext():
             outputs = self._head.outputs(call, layout, arrays)
-        layers = range(len(self._path.layers)) if keep_kv else []
+        layers = self._path.layers if keep_kv else []
         return BlockOutput(
             layout=layout,
             arrays=arrays,
             outputs=outputs,
             keys=[block.keys[i] for i in layers],
             values=[block.values[i] for i in layers],
+            entering=entering or {},
+            leaving=states.leaving if states is not None else {},
+        )
+
+
+@contextmanager
+def _running(states: BlockStates | None) -> Iterator[None]:
+    """Context manager for one call of a model that may have states.
+
+    Raises:
+        UnsupportedModelError: a layer did not ask for each of its states once.
+    """
+    if states is None:
+        yield
+        return
+    states.restart()
+    with running(states):
+        yield
+    if (problem := states.wrong_calls()) is not None:
+        raise UnsupportedModelError(
+            f"{problem}: the layer mixes tokens in a way that a prefix tree does not "
+            f"know; {REMEDY}"
         )
 
 
@@ -223,9 +276,10 @@ def idle_outputs(
     head: OutputHead,
     kernel: str,
     layers: Mapping[int, LayerAttention],
+    stateful: Sequence[StatefulLayer] = (),
 ) -> list[Tensor]:
     """Call the model on one placeholder token, through the same head."""
-    return _short_block(model, head, kernel, layers, [0, 0], None)
+    return _short_block(model, head, kernel, layers, stateful, [0, 0], None)
 
 
 def probe_outputs(
@@ -233,13 +287,15 @@ def probe_outputs(
     head: OutputHead,
     kernel: str,
     layers: Mapping[int, LayerAttention],
+    stateful: Sequence[StatefulLayer],
     last_layer: LastLayer | None,
 ) -> list[Tensor]:
     """Return three outputs of a block of 16 tokens, the last layer as given."""
     num_tokens = 16
     vocab_size = model.config.get_text_config().vocab_size
     tokens = [(7 * i + 1) % vocab_size for i in range(num_tokens)]
-    return _short_block(model, head, kernel, layers, tokens, [2, 9, 13], last_layer)
+    at = [2, 9, 13]
+    return _short_block(model, head, kernel, layers, stateful, tokens, at, last_layer)
 
 
 def _short_block(
@@ -247,6 +303,7 @@ def _short_block(
     head: OutputHead,
     kernel: str,
     layers: Mapping[int, LayerAttention],
+    stateful: Sequence[StatefulLayer],
     sequence: list[int],
     positions: list[int] | None,
     last_layer: LastLayer | None = None,
@@ -262,10 +319,10 @@ def _short_block(
         needed = at(tree, [mask])
     cut = cut_tree(tree, len(sequence), needed)
     tokens = TreeTokens.of(tree, cut)
-    layout = lay_out(tokens, cut.fragments[0].segments)
+    exits: list[int] | None = [] if stateful else None
+    layout = lay_out(tokens, cut.fragments[0].segments, exits)
     device = next(model.parameters()).device
-    num_layers = model.config.get_text_config().num_hidden_layers
-    path = PathCache(num_layers, 0, with_grad=False)
-    runner = BlockRunner(model, head, path, kernel, layers, last_layer=last_layer)
-    arrays = upload(block_arrays(layout, tokens, 0, layers), device)
+    path = PathCache(layers, 0, with_grad=False)
+    runner = BlockRunner(model, head, path, kernel, layers, None, last_layer, stateful)
+    arrays = upload(block_arrays(layout, tokens, 0, layers, stateful), device)
     return runner.run(0, layout, arrays, keep_kv=False).outputs

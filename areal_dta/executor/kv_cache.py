@@ -18,6 +18,8 @@ Invariants, and the tests that hold them (tests/executor):
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -127,12 +129,12 @@ def _empty(like: Tensor, num_tokens: int, dtype: torch.dtype) -> Tensor:
 
 
 class PathCache:
-    """The path buffers of all layers."""
+    """The path buffers of the layers that attend, by layer index."""
 
     def __init__(
-        self, num_layers: int, capacity: int, with_grad: bool, room: int = 0
+        self, layers: Iterable[int], capacity: int, with_grad: bool, room: int = 0
     ) -> None:
-        self.layers = [LayerPath(capacity, room) for _ in range(num_layers)]
+        self.layers = {i: LayerPath(capacity, room) for i in sorted(layers)}
         self.with_grad = with_grad
 
 
@@ -141,7 +143,7 @@ class TrunkCache:
 
     Args:
         start: depth of the fragment's first token.
-        k, v: per layer [1, K, T, H], detached.
+        k, v: per layer that attends [1, K, T, H], detached.
     """
 
     def __init__(
@@ -154,14 +156,16 @@ class TrunkCache:
         self.grad_k: list[Tensor] = []
         self.grad_v: list[Tensor] = []
         if path.with_grad:
-            acc = accumulation_dtype(k[0].dtype)
-            self.grad_k = [torch.zeros_like(x, dtype=acc) for x in k]
-            self.grad_v = [torch.zeros_like(x, dtype=acc) for x in v]
+            self.grad_k, self.grad_v = (
+                [torch.zeros_like(x, dtype=accumulation_dtype(x.dtype)) for x in xs]
+                for xs in (k, v)
+            )
 
     def load(self, positions: Positions, num_tokens: int) -> None:
         """Make ``positions`` (trunk indices from the top down) the path's end."""
         self.unload()
-        for layer, k, v in zip(self._path.layers, self._k, self._v, strict=True):
+        layers = self._path.layers.values()
+        for layer, k, v in zip(layers, self._k, self._v, strict=True):
             layer.write(
                 self._start,
                 take(k, positions),
@@ -174,7 +178,7 @@ class TrunkCache:
         """Add the gradients of what was loaded to the accumulators."""
         if self._loaded is not None and self._path.with_grad:
             end = self._start + self._num_loaded
-            for i, layer in enumerate(self._path.layers):
+            for i, layer in enumerate(self._path.layers.values()):
                 grad_k, grad_v = layer.gradients(self._start, end)
                 add_at(self.grad_k[i], self._loaded, grad_k)
                 add_at(self.grad_v[i], self._loaded, grad_v)

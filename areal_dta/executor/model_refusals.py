@@ -1,7 +1,8 @@
 """A model is refused here: which models, and why. They cannot be split at a prefix.
 
 Exact are decoders whose layers mix tokens only in causal softmax attention, with
-positions that depend on the token's depth alone. Every other model is refused by name:
+positions that depend on the token's depth alone, or by a state that executor.states
+knows. Every other model is refused by name:
 at start-up where the config tells, else at the first block. Nothing is silently
 ignored: test_model_refusals.py.
 """
@@ -26,19 +27,22 @@ from areal_dta.executor.checks.multimodal import (
     text_modules,
 )
 from areal_dta.executor.routers import RouterLoad, find_routers
+from areal_dta.executor.states.kinds import stateful_layers
 from areal_dta.tree import PrefixTree
 
 # What a layer may ask its attention for; attention.py serves it.
 _SERVED = frozenset({"sliding_window", "softcap", "s_aux"})
 # Keyword arguments of attention calls that change nothing here: bookkeeping, or facts
-# about packing and caches that do not apply to a block.
+# about packing and caches that do not apply to a block. (Nemotron-H means use_cache.)
 _HARMLESS = frozenset(
     "position_ids position_embeddings cache_position use_cache past_key_values "
     "output_attentions output_hidden_states output_router_logits return_dict "
-    "num_items_in_batch logits_to_keep cu_seq_lens_q cu_seq_lens_k max_length_q "
-    "max_length_k".split()
+    "user_cache num_items_in_batch logits_to_keep cu_seq_lens_q cu_seq_lens_k "
+    "max_length_q max_length_k".split()
 )
 _SPLITTABLE_LAYERS = frozenset({"full_attention", "sliding_attention", "attention"})
+_STATEFUL_LAYERS = frozenset({"linear_attention", "conv", "mamba", "hybrid"})
+"""Layer types whose modules executor.states may know."""
 _REFUSED_ROPE = ("dynamic", "longrope")
 REMEDY = "use the dense engine (actor.backend=fsdp:…) for this model"
 
@@ -54,15 +58,17 @@ def check_model_supported(model: nn.Module, training: bool = True) -> None:
         UnsupportedModelError: names the model, the reason and the remedy.
     """
     config: Any = getattr(model, "config", None)
+    stateful = stateful_layers(model)
     if config is None:
         reasons = ["it has no Hugging Face config"]
     else:
-        reasons = _config_reasons(config)
+        reasons = _config_reasons(config, has_states=bool(stateful))
     peft_config = getattr(model, "active_peft_config", None)
     if getattr(peft_config, "is_prompt_learning", False):
         reasons.append("prompt or prefix tuning adds virtual tokens to every call")
+    known = {id(m) for layer in stateful for m in layer.module.modules()}
     for path, module in text_modules(model).items():
-        if isinstance(module, nn.RNNBase | nn.Conv1d):
+        if isinstance(module, nn.RNNBase | nn.Conv1d) and id(module) not in known:
             kind = type(module).__name__
             reasons.append(f"{path} ({kind}) mixes tokens outside attention")
             break
@@ -159,7 +165,7 @@ def check_unloaded_model(
     return []
 
 
-def _config_reasons(config: Any) -> list[str]:
+def _config_reasons(config: Any, has_states: bool) -> list[str]:
     reasons = []
     if getattr(config.get_text_config(), "num_hidden_layers", None) is None:
         reasons.append("its config has no num_hidden_layers")
@@ -169,7 +175,8 @@ def _config_reasons(config: Any) -> list[str]:
         reasons.append("multimodal inputs cannot be split at a prefix")
     config = config.get_text_config()
     layer_types = getattr(config, "layer_types", None) or []
-    odd = sorted(set(layer_types) - _SPLITTABLE_LAYERS)
+    known = _SPLITTABLE_LAYERS | (_STATEFUL_LAYERS if has_states else set())
+    odd = sorted(set(layer_types) - known)
     if odd:
         reasons.append(f"layer types {odd} cannot be split at a prefix")
     if getattr(config, "alibi", False):

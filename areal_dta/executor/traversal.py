@@ -1,8 +1,8 @@
 """One depth-first pass over a tree: its two steps (enter, exit) and its state.
 
-Enter runs a fragment that others hang on and keeps the K/V of its trunk. Exit takes a
-fragment backward with all that its branches injected, and drops it. A fragment without
-children has an exit only. Open fragments form a stack: the path from the root.
+Enter runs a fragment that others hang on and keeps K/V and states of its trunk. Exit
+takes a fragment backward with all that its branches injected, and drops it. A fragment
+without children has an exit only. Open fragments form a stack: the path from the root.
 
 Invariants, and the tests that hold them (tests/executor):
   * a loss reaches each sequence exactly once: test_parity.py
@@ -39,9 +39,12 @@ from areal_dta.executor.kv_cache import (
     trunk_part,
 )
 from areal_dta.executor.last_layer import LastLayer
+from areal_dta.executor.layout.block_layout import exit_segments
 from areal_dta.executor.layout.tree_arrays import TreeArrays
 from areal_dta.executor.outputs import Channel, OutputHead
 from areal_dta.executor.routers import RouterAuxLoss, RouterLoad
+from areal_dta.executor.states.protocol import StatefulLayer
+from areal_dta.executor.states.trunk_states import TrunkStates
 from areal_dta.schedule import Fragment, Schedule, Step, StepKind
 from areal_dta.tree import PrefixTree
 
@@ -88,6 +91,7 @@ class _OpenFragment:
         self,
         block: BlockOutput | None,
         trunk: TrunkCache,
+        states: TrunkStates,
         at: Positions,
         num_tokens: int,
     ) -> None:
@@ -96,7 +100,7 @@ class _OpenFragment:
         """Where the trunk lies in the block; that of the exit may hold more tokens."""
         self.block = block
         """Its live graph; None if it is run again at exit."""
-        self.trunk = trunk
+        self.trunk, self.states = trunk, states
         self.attached = -1
         """The segment at which the loaded path ends."""
 
@@ -110,6 +114,7 @@ class Traversal:
         pace: when the model may be called.
         layers: what each layer asks of its attention.
         watch: looks on while blocks run.
+        stateful: the layers that carry a state.
         last_layer: run at needed outputs only; None: run whole.
         router_weights: per sequence, the factor of its router's auxiliary loss; None:
             there is none.
@@ -128,6 +133,7 @@ class Traversal:
         watch: BlockWatch | None = None,
         last_layer: LastLayer | None = None,
         router_weights: Sequence[float] | None = None,
+        stateful: Sequence[StatefulLayer] = (),
     ) -> None:
         self._tree, self._schedule, self._loss = tree, schedule, loss
         self._pace = pace or Pace()
@@ -143,15 +149,21 @@ class Traversal:
         self._open: list[_OpenFragment] = []
 
         # The path, with room behind it for kernels that read path and block at once.
-        num_layers = model.config.get_text_config().num_hidden_layers
         capacity = max((f.path_tokens for f in cut.fragments), default=0)
         deepest = max((f.path_tokens + f.num_tokens for f in cut.fragments), default=0)
         kernel = KERNELS.get(config.kernel)
         joins = self._device.type == "cuda" or (kernel and kernel.joins_chains)
         room = deepest - capacity if joins else 0
-        path = PathCache(num_layers, capacity, schedule.training, room)
+        path = PathCache(layers or (), capacity, schedule.training, room)
         self._runner = BlockRunner(
-            model, head, path, config.kernel, layers or {}, self._watch, last_layer
+            model,
+            head,
+            path,
+            config.kernel,
+            layers or {},
+            self._watch,
+            last_layer,
+            stateful,
         )
         self._path = path
 
@@ -160,7 +172,9 @@ class Traversal:
             c.name: needed.edge_T if c.on_edges else needed.output_T
             for c in head.channels
         }
-        self._arrays = TreeArrays(tree, schedule, layers or {}, masks, self._device)
+        self._arrays = TreeArrays(
+            tree, schedule, layers or {}, masks, self._device, stateful
+        )
         self.channels = [
             ChannelState(
                 channel, self._arrays.needed(channel.name), needed.is_all, dtype
@@ -183,7 +197,10 @@ class Traversal:
         live = block if step.with_grad else None
         if live is None:
             self._arrays.drop(step.kind, step.fragment)
-        self._open.append(_OpenFragment(live, trunk, at, step.num_tokens))
+        segments = exit_segments(self._cut, fragment)
+        children = [self._cut.fragments[child].attach for child in fragment.children]
+        states = TrunkStates(block.leaving, segments, children)
+        self._open.append(_OpenFragment(live, trunk, states, at, step.num_tokens))
 
     def exit(self, step: Step) -> None:
         """Take a fragment backward with all that its branches injected; drop it."""
@@ -199,7 +216,10 @@ class Traversal:
             block = self._run(fragment, step, keep_kv=opened is not None)
             if opened is not None:
                 opened.at = self._arrays.trunk(step)
+        above = self._open[-1].states if self._open else None
         if not self._schedule.training:
+            if above is not None:
+                above.leave(fragment.attach, {})
             return
         assert block is not None
         if self._loss is not None and fragment.sequences:
@@ -209,6 +229,8 @@ class Traversal:
         self._backward(block, opened)
         kind = StepKind.EXIT if step.computes else StepKind.ENTER
         self._arrays.drop(kind, step.fragment)
+        if above is not None:
+            above.leave(fragment.attach, block.entering)
 
     def finish(self) -> None:
         """Evaluate the losses of sequences of which nothing is computed."""
@@ -283,8 +305,13 @@ class Traversal:
 
     def _run(self, fragment: Fragment, step: Step, keep_kv: bool) -> BlockOutput:
         layout, arrays = self._arrays.block(step)
+        entering = None
+        if self._open:
+            entering = self._open[-1].states.enter(fragment.attach, step.with_grad)
         with torch.set_grad_enabled(step.with_grad), self._pace.forward():
-            block = self._runner.run(fragment.path_tokens, layout, arrays, keep_kv)
+            block = self._runner.run(
+                fragment.path_tokens, layout, arrays, keep_kv, entering
+            )
         if self.router_loss is not None:
             block.router_logits = self.router_loss.take()
         for channel, output in zip(self.channels, block.outputs, strict=True):
@@ -314,12 +341,19 @@ class Traversal:
                     continue
                 roots.append(root)
                 grads.append(spread(grad.to(root.dtype), opened.at, root))
+            # And those to states at its ends.
+            for state, grad in opened.states.grads.items():
+                if block.leaving[state].requires_grad:
+                    roots.append(block.leaving[state])
+                    grads.append(grad.to(block.leaving[state].dtype))
         # Gradients of the routers' auxiliary loss.
         if self.router_loss is not None:
             logits = [x for x in block.router_logits if x.requires_grad]
             roots += logits
             grads += self.router_loss.gradients(block.arrays["token"], logits)
         inputs = self._watch.inputs if self._watch is not None else None
+        if inputs is not None:
+            inputs = [*inputs, *block.entering.values()]
         self._pace.backward(roots, grads, inputs)
 
 

@@ -40,6 +40,8 @@ from areal_dta.executor.last_layer import LastLayer, find_last_layer
 from areal_dta.executor.model_refusals import check_model_supported, check_no_autocast
 from areal_dta.executor.oracle import SequenceOutput, ValueOutput
 from areal_dta.executor.outputs import make_head
+from areal_dta.executor.states.kinds import stateful_layers
+from areal_dta.executor.states.protocol import StatefulLayer, on_trees
 from areal_dta.executor.telemetry import BlockTimer
 from areal_dta.executor.traversal import GroupLoss, Traversal, as_scalar
 from areal_dta.schedule import (
@@ -93,7 +95,7 @@ class TreeExecutor:
         """What each layer asks of its attention; known from the first call on."""
         self._last_layer: LastLayer | None = None
         self._knows_last_layer = self.config.whole_last_layer
-        self._knows_randomness = False
+        self._is_profiled = self._knows_randomness = False
 
     def forward(
         self, tree: PrefixTree, positions: Positions | None = None
@@ -224,6 +226,7 @@ class TreeExecutor:
         calls_model = bool(schedule.steps) or self.pace.calls_when_empty
         if calls_model:
             self.profile(training and self.model.training)
+        stateful = stateful_layers(self.model)
         traversal = Traversal(
             self.model,
             self._head,
@@ -236,6 +239,7 @@ class TreeExecutor:
             watch,
             self._last_layer,
             router_weights,
+            stateful,
         )
         if injected is not None:
             traversal.channels = injected.channels
@@ -244,7 +248,8 @@ class TreeExecutor:
             if calls_model:
                 with (
                     model_attention(self.model),
-                    self.pace.traversal(schedule, self._idle_call),
+                    on_trees(stateful),
+                    self.pace.traversal(schedule, lambda: self._idle_call(stateful)),
                 ):
                     self._walk(traversal, timer, schedule)
             traversal.finish()
@@ -285,24 +290,31 @@ class TreeExecutor:
 
     def profile(self, find_randomness: bool) -> None:
         """Learn what the layers ask of attention, once: at the first call."""
-        if self.layers and (self._knows_randomness or not find_randomness):
+        if self._is_profiled and (self._knows_randomness or not find_randomness):
             return
         with self.pace.together():
             self.layers = profile_attention(self.model, find_randomness)
             if not self._knows_last_layer:
                 self._find_last_layer()
-        self._knows_randomness = find_randomness
+        self._is_profiled, self._knows_randomness = True, find_randomness
 
     def _find_last_layer(self) -> None:
         """Learn whether the last layer can run at needed outputs only."""
 
         def outputs(last_layer: LastLayer | None) -> list[Tensor]:
             return probe_outputs(
-                self.model, self._head, self.config.kernel, self.layers, last_layer
+                self.model,
+                self._head,
+                self.config.kernel,
+                self.layers,
+                stateful,
+                last_layer,
             )
 
-        with torch.no_grad(), model_attention(self.model):
-            self._last_layer = find_last_layer(self.model, len(self.layers), outputs)
+        stateful = stateful_layers(self.model)
+        num_layers = self.model.config.get_text_config().num_hidden_layers
+        with torch.no_grad(), model_attention(self.model), on_trees(stateful):
+            self._last_layer = find_last_layer(self.model, num_layers, outputs)
         self._knows_last_layer = True
 
     def _check_tokens(self, tree: PrefixTree) -> None:
@@ -330,8 +342,10 @@ class TreeExecutor:
                     f"expected 0 to {vocab_size - 1}, the vocabulary of the model"
                 )
 
-    def _idle_call(self) -> list[Tensor]:
-        return idle_outputs(self.model, self._head, self.config.kernel, self.layers)
+    def _idle_call(self, stateful: Sequence[StatefulLayer]) -> list[Tensor]:
+        return idle_outputs(
+            self.model, self._head, self.config.kernel, self.layers, stateful
+        )
 
 
 def _summed(sequence_loss: Callable[..., Tensor]) -> GroupLoss:

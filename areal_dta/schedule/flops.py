@@ -45,11 +45,12 @@ class FlopModel:
         config = text_config(config)
         d = DecoderSizes.from_config(config)
         attention = d.hidden * d.head_dim * (2 * d.heads + 2 * d.kv_heads)
+        mixing = d.attention_layers * attention + d.state_products
         mlp = 3 * d.hidden * d.intermediate * d.active_experts + d.hidden * d.experts
         vocab_size = 1 if is_critic else config_size(config, "vocab_size")
         return cls(
-            per_token=2.0 * d.layers * (attention + mlp),
-            per_pair=4.0 * d.layers * d.heads * d.head_dim,
+            per_token=2.0 * (mixing + d.layers * mlp),
+            per_pair=4.0 * d.attention_layers * d.heads * d.head_dim,
             per_output=2.0 * d.hidden * vocab_size,
         )
 
@@ -129,6 +130,10 @@ class DecoderSizes:
     """0 without a mixture."""
     active_experts: int
     """Experts per token; 1 without a mixture."""
+    attention_layers: int
+    """Those that attend: all but the layers that carry a state."""
+    state_products: int
+    """Multiplications per token of the other layers, all together."""
 
     @classmethod
     def from_config(cls, config: Any) -> DecoderSizes:
@@ -143,6 +148,19 @@ class DecoderSizes:
         name = name or "num_local_experts"
         experts = size(name) if getattr(config, name, None) else 0
         width = size("intermediate_size")
+        types = getattr(config, "layer_types", None) or []
+        num_linear = types.count("linear_attention")
+        num_convolutions = types.count("conv")
+        products = num_convolutions * 4 * hidden**2  # projections to 3 parts, and back
+        if num_linear:
+            keys = size("linear_num_key_heads") * size("linear_key_head_dim")
+            value_heads = size("linear_num_value_heads")
+            values = value_heads * size("linear_value_head_dim")
+            # projections (the gate as wide as the values), and the state read twice
+            # and written once
+            projections = hidden * (2 * keys + 3 * values + 2 * value_heads)
+            state = 3 * values * size("linear_key_head_dim")
+            products += num_linear * (projections + state)
         return cls(
             hidden=hidden,
             layers=size("num_hidden_layers"),
@@ -152,6 +170,8 @@ class DecoderSizes:
             intermediate=size("moe_intermediate_size", width) if experts else width,
             experts=experts,
             active_experts=size("num_experts_per_tok") if experts else 1,
+            attention_layers=size("num_hidden_layers") - num_linear - num_convolutions,
+            state_products=products,
         )
 
 

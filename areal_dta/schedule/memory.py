@@ -47,6 +47,10 @@ class MemoryModel:
     logit_slab_elements: int = 2**25
     """Logits whose softmax is computed at once."""
     num_heads: int = 1
+    state_bytes: float = 0.0
+    """Bytes per attach point of the layers that carry a state, over all of them."""
+    state_grad_bytes: float = 0.0
+    """Their gradients: the accumulators, and those of the child that is open."""
     max_scores: int = 0
     """Attention scores held at once, where scores are held at all; 0: nowhere."""
 
@@ -82,8 +86,8 @@ class MemoryModel:
             mlp = 4 * e * d.intermediate
         return cls(
             graph_bytes=float(d.layers * (norms + attention + mlp)),
-            kv_bytes=2.0 * d.layers * keys * e,
-            kv_grad_bytes=2.0 * d.layers * keys * acc,
+            kv_bytes=2.0 * d.attention_layers * keys * e,
+            kv_grad_bytes=2.0 * d.attention_layers * keys * acc,
             num_layers=d.layers,
             hidden_bytes=float(d.hidden * e),
             vocab_size=config_size(config, "vocab_size"),
@@ -96,6 +100,10 @@ class MemoryModel:
     def path(self, num_tokens: float, training: bool = True) -> float:
         """Return the bytes of K/V and accumulators of a path or of trunks."""
         return num_tokens * (self.kv_bytes + self.kv_grad_bytes * training)
+
+    def states(self, num_points: float, training: bool = True) -> float:
+        """Return the bytes of the states at open attach points."""
+        return num_points * (self.state_bytes + self.state_grad_bytes * training)
 
     def scores(self, block_tokens: int, path_tokens: int) -> float:
         """Return the bytes of one layer's scores behind a path, where they are held:

@@ -1,11 +1,11 @@
-"""Models to measure: Qwen3 shapes with random weights, so nothing is downloaded."""
+"""Models to measure: Qwen3 and Qwen3.5 shapes with random weights; no downloads."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
 _FIELDS = (
     "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
@@ -24,6 +24,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         "qwen3-1.7b": (151936, 2048, 6144, 28, 16, 8, 128),
     }.items()
 }
+# Three of four layers carry a state, as in Qwen3.5.
+SHAPES["qwen3.5-20m"] = SHAPES["20m"] | {
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 
 
 def build_model(name: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
@@ -35,7 +42,8 @@ def build_model(name: str, dtype: torch.dtype, device: torch.device, seed: int) 
     if name not in SHAPES:
         raise ValueError(f"model {name!r}; expected one of {', '.join(SHAPES)}")
     torch.manual_seed(seed)
-    config = Qwen3Config(
+    config_class: Any = Qwen3_5TextConfig if name.startswith("qwen3.5") else Qwen3Config
+    config = config_class(
         **SHAPES[name], tie_word_embeddings=True, max_position_embeddings=40960
     )
     with torch.device(device):

@@ -24,6 +24,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3ForTokenClassification,
@@ -63,6 +65,19 @@ def save_tiny_moe(path: Path) -> Path:
         **_SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16
     )
     return _save(Qwen3MoeForCausalLM, config, path)
+
+
+def save_tiny_hybrid(path: Path) -> Path:
+    """A random Qwen3.5: a layer with a state, and one that attends."""
+    config = Qwen3_5TextConfig(
+        **_SIZES,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+    )
+    return _save(Qwen3_5ForCausalLM, config, path)
 
 
 def save_tiny_llama(path: Path, **overrides: Any) -> Path:

@@ -28,6 +28,7 @@ MODELS = {
     "untied": ("qwen3", {}),
     "tied": ("qwen3-tied", {}),
     "experts": ("qwen3_moe", {"num_experts": 16}),
+    "states": ("qwen3_5_text", {}),
 }
 
 

@@ -22,6 +22,7 @@ from tests.engine.builders import (
     one_sequence_each,
     relative_error,
     rows_of,
+    save_tiny_hybrid,
 )
 from tests.engine.checks import (
     FP32,
@@ -56,6 +57,13 @@ def test_train_batch_with_the_grpo_loss(model, request):
     path, batch = request.getfixturevalue(model), grpo_batch()
     expected = train_once(stock(path, batch), batch)
     assert_same_update(train_once(tree(path), batch), expected)
+
+
+@pytest.mark.parametrize("dta", [None, DTAOptions(4, 0), DTAOptions(6)], ids=str)
+def test_layers_with_a_state(tmp_path, dta):
+    path, batch = save_tiny_hybrid(tmp_path), grpo_batch()
+    expected = train_once(stock(path, batch), batch)
+    assert_same_update(train_once(tree(path, dta), batch), expected)
 
 
 @pytest.mark.parametrize(

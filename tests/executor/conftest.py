@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForTokenClassification, PreTrainedModel
 
-from tests.models import keep_norms_in_fp64, tiny_model
+from tests.models import keep_fp64, tiny_model
 
 
 @pytest.fixture(scope="session")
@@ -14,5 +14,5 @@ def value_model() -> PreTrainedModel:
     config.num_labels, config.classifier_dropout = 1, 0.0
     torch.manual_seed(3)
     model = AutoModelForTokenClassification.from_config(config).double().train()
-    keep_norms_in_fp64(model)
+    keep_fp64(model)
     return model

@@ -197,7 +197,7 @@ def test_many_terms_are_rounded_once():
 
 def test_a_path_is_extended_in_place():
     """Also behind the longest path: the buffer has room for the deepest block."""
-    path = PathCache(num_layers=1, capacity=5, with_grad=True, room=3).layers[0]
+    path = PathCache([0], capacity=5, with_grad=True, room=3).layers[0]
     k, v = torch.randn(2, 1, KV_HEADS, 5, WIDTH)
     path.write(0, k, v, with_grad=True)
     more_k, more_v = torch.randn(2, 1, KV_HEADS, 3, WIDTH)

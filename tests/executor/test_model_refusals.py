@@ -46,10 +46,9 @@ def build(model_type: str, **overrides):
             "rope_type='dynamic'",
         ),
         (
-            "qwen3_next",
+            "minimax",
             {"layer_types": ["linear_attention", "full_attention"],
-             "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8,
-             "shared_expert_intermediate_size": 8},
+             "num_local_experts": 2, "num_experts_per_tok": 1},
             "linear_attention",
         ),
         ("mamba", {}, "mixes tokens outside attention"),

@@ -97,7 +97,7 @@ def test_many_branches_add_up_in_fp32():
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_accumulators_of_a_path_lose_nothing(dtype):
-    path = PathCache(num_layers=1, capacity=1, with_grad=True)
+    path = PathCache([0], capacity=1, with_grad=True)
     k = torch.zeros(1, 1, 1, 2, dtype=dtype)
     trunk = TrunkCache(path, 0, [k], [k])
     trunk.load(torch.tensor([0]), 1)

@@ -46,6 +46,7 @@ from areal_dta.executor.model_refusals import (
     layer_name,
     model_inputs,
 )
+from areal_dta.executor.states.kinds import layers_without_attention
 
 _PROBE_NAME = "areal_dta_probe"
 _NUM_TOKENS = 16
@@ -115,7 +116,7 @@ def profile_attention(
     def call(**arguments: Any) -> Prints:
         nonlocal probe
         block = BlockAttention(
-            path=PathCache(num_layers, 0, with_grad=False),
+            path=PathCache(range(num_layers), 0, with_grad=False),
             path_tokens=0,
             depth_S=depth_S,
             depths=(0, _NUM_TOKENS - 1),
@@ -145,16 +146,17 @@ def profile_attention(
         own = call(**without_positions)  # the model's own idea of positions
         torch.manual_seed(0)
         given = call(**inputs)
-        _check_calls(probe)
+        _check_calls(probe, layers_without_attention(model))
         if find_randomness:
             check_randomness(model, lambda: call(**inputs))
     _check_positions(model, own, given)
     return probe.layers
 
 
-def _check_calls(probe: _Probe) -> None:
+def _check_calls(probe: _Probe, without: set[int]) -> None:
     num_layers, num_calls = probe.num_layers, probe.num_calls
-    if num_calls == num_layers and len(probe.layers) == num_layers:
+    is_known = set(probe.layers) | without == set(range(num_layers))
+    if num_calls == len(probe.layers) and is_known:
         return
     raise UnsupportedModelError(
         f"{num_calls} of {num_layers} layers called the attention interface; expected "

@@ -25,6 +25,7 @@ from functools import cached_property
 
 import numpy as np
 
+from areal_dta.executor.states.run_tree import RunTree
 from areal_dta.schedule import Fragment, Fragmentation, Segment
 from areal_dta.tree import PrefixTree
 
@@ -236,6 +237,8 @@ class BlockLayout:
     """Tree token index of the predicted token, which identifies the edge."""
     shape: BlockShape
     """Which tokens see which."""
+    runs: RunTree | None = None
+    """Where states go; None for a model without any."""
 
     @property
     def depths(self) -> Range:
@@ -256,8 +259,14 @@ class BlockLayout:
         }
 
 
-def lay_out(tree: TreeTokens, segments: Sequence[int]) -> BlockLayout:
-    """Lay segments out in the given order; parents must precede children."""
+def lay_out(
+    tree: TreeTokens, segments: Sequence[int], exits: Sequence[int] | None = None
+) -> BlockLayout:
+    """Lay segments out in the given order; parents must precede children.
+
+    Args:
+        exits: segments at whose ends states leave; None for a model without states.
+    """
     all_segments, needed = tree.cut.segments, tree.cut.needed
     # Positions: segments end to end.
     offsets: dict[int, int] = {}
@@ -287,10 +296,11 @@ def lay_out(tree: TreeTokens, segments: Sequence[int]) -> BlockLayout:
     row_R = np.flatnonzero(needed.output_T[token_S])
 
     order = {index: i for i, index in enumerate(segments)}
-    shape = BlockShape(
-        lengths=[all_segments[index].num_tokens for index in segments],
-        parents=[order.get(all_segments[index].parent, -1) for index in segments],
-    )
+    lengths = [all_segments[index].num_tokens for index in segments]
+    parents = [order.get(all_segments[index].parent, -1) for index in segments]
+    runs = None
+    if exits is not None:
+        runs = RunTree(lengths, parents, [order[index] for index in exits])
     return BlockLayout(
         offsets=offsets,
         token_S=token_S,
@@ -298,7 +308,8 @@ def lay_out(tree: TreeTokens, segments: Sequence[int]) -> BlockLayout:
         row_R=row_R,
         edge_row_E=np.searchsorted(row_R, position_E),
         edge_token_E=token_E,
-        shape=shape,
+        shape=BlockShape(lengths, parents),
+        runs=runs,
     )
 
 
@@ -318,6 +329,11 @@ def trunk_positions(
         for s in fragment.trunk
     ]
     return np.concatenate(pieces)
+
+
+def exit_segments(cut: Fragmentation, fragment: Fragment) -> list[int]:
+    """Return the segments that children of a fragment continue, in order."""
+    return sorted({cut.fragments[child].attach for child in fragment.children})
 
 
 def path_positions(cut: Fragmentation, fragment: Fragment) -> np.ndarray:

@@ -13,7 +13,7 @@ Invariants, and the tests that hold them (tests/executor):
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,11 +27,13 @@ from areal_dta.executor.layout.block_layout import (
     BlockLayout,
     TreeTokens,
     as_slice,
+    exit_segments,
     lay_out,
     path_positions,
     trunk_positions,
 )
 from areal_dta.executor.layout.upload import upload, uploads_ahead
+from areal_dta.executor.states.protocol import StatefulLayer
 from areal_dta.schedule import Fragment, Schedule, Step, StepKind
 from areal_dta.tree import PrefixTree
 
@@ -43,6 +45,7 @@ class TreeArrays:
 
     Args:
         masks: bool [T] per channel of the output head: which outputs are needed.
+        stateful: the layers that carry a state.
     """
 
     def __init__(
@@ -52,9 +55,10 @@ class TreeArrays:
         layers: Mapping[int, LayerAttention],
         masks: Mapping[str, np.ndarray],
         device: torch.device,
+        stateful: Sequence[StatefulLayer] = (),
     ) -> None:
         self._tree, self._schedule, self._cut = tree, schedule, schedule.cut
-        self._layers, self._device = layers, device
+        self._layers, self._device, self._stateful = layers, device, stateful
         self._tokens = TreeTokens.of(tree, schedule.cut)
         self._layouts: dict[tuple[StepKind, int], BlockLayout] = {}
         self._slices: dict[Hashable, slice] = {}
@@ -132,10 +136,11 @@ class TreeArrays:
     def _block_arrays(self, step: Step) -> dict[Any, np.ndarray]:
         """Lay out the block of a step; return its arrays and where its trunk lies."""
         fragment = self._cut.fragments[step.fragment]
-        layout = lay_out(self._tokens, step.computes)
+        exits = exit_segments(self._cut, fragment) if self._stateful else None
+        layout = lay_out(self._tokens, step.computes, exits)
         self._layouts[step.kind, step.fragment] = layout
         arrays: dict[Any, np.ndarray] = block_arrays(
-            layout, self._tokens, fragment.path_tokens, self._layers
+            layout, self._tokens, fragment.path_tokens, self._layers, self._stateful
         )
         if fragment.children:
             arrays["trunk"] = trunk_positions(self._cut, fragment, layout)

@@ -27,7 +27,9 @@ from transformers import PreTrainedModel
 
 from areal_dta.executor.config import ExecutorConfig
 from areal_dta.executor.fused_logprobs import slab_elements
+from areal_dta.executor.kernels import accumulation_dtype
 from areal_dta.executor.kernels.masked_softmax import MAX_SCORES
+from areal_dta.executor.states.kinds import stateful_layers
 from areal_dta.executor.tree_executor import TreeExecutor
 from areal_dta.schedule import MemoryModel
 from areal_dta.tree import PrefixTree
@@ -92,6 +94,15 @@ def predict_memory(
     memory = MemoryModel.from_config(
         sizes, dtype.itemsize, chunk, slab_elements(parameter.device, chunk)
     )
+    acc = accumulation_dtype(dtype).itemsize
+    layers = stateful_layers(model)
+    elements = sum(layer.state_elements for layer in layers)
+    tails = sum(layer.tail_elements for layer in layers)
+    memory = dataclasses.replace(
+        memory,
+        state_bytes=float(elements * acc + tails * dtype.itemsize),
+        state_grad_bytes=float(2 * (elements + tails) * acc),
+    )
     if not needs_masked_softmax(sizes, parameter.device.type, dtype):
         return memory
     return dataclasses.replace(memory, max_scores=MAX_SCORES)
@@ -136,6 +147,8 @@ def choose_budgets(
         # K/V: the path buffer, and the trunks of the fragments that make it up
         fixed = memory.path(2 * longest_path + block, training)
         fixed += memory.working(block, block) + memory.scores(block, longest_path)
+        # States where blocks of the path hang on one another, and at two forks more.
+        fixed += memory.states(longest_path / block + 2, training)
         fixed += memory.head_gradient(block) if training else 0
         left = usable_bytes - fixed
         # A forward alone holds what one layer makes, which `working` has.

@@ -1,0 +1,44 @@
+"""Kinds of layers that carry a state, and which layers of a model are of one.
+
+A kind of layer is one module: the classes it knows, and a function that describes one
+of them (docs/extending.md). `stateful_layers` finds them in a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from areal_dta.executor.states import gated_deltanet, mamba2, short_convolution
+from areal_dta.executor.states.protocol import StatefulLayer
+
+KINDS: dict[str, Callable[[Any], StatefulLayer]] = {
+    **dict.fromkeys(short_convolution.CLASSES, short_convolution.short_convolution),
+    **dict.fromkeys(gated_deltanet.CLASSES, gated_deltanet.gated_deltanet),
+    **dict.fromkeys(mamba2.CLASSES, mamba2.mamba2),
+}
+"""Class name -> its description."""
+
+_TOKENWISE = frozenset({"mlp", "moe"})
+"""Types of layers of hybrid models that mix no tokens."""
+
+
+def stateful_layers(model: nn.Module) -> list[StatefulLayer]:
+    """Return the layers of a model that carry a state, as KINDS describe them."""
+    found = []
+    for module in model.modules():
+        describe = KINDS.get(type(module).__name__.removeprefix("FSDP"))
+        if describe is not None:
+            found.append(describe(module))
+    return found
+
+
+def layers_without_attention(model: Any) -> set[int]:
+    """Return the layers of a hybrid model that need not call attention."""
+    found = {layer.layer_idx for layer in stateful_layers(model)}
+    types = getattr(model.config.get_text_config(), "layers_block_type", None) or []
+    if found:
+        found |= {i for i, kind in enumerate(types) if kind in _TOKENWISE}
+    return found
