@@ -98,18 +98,20 @@ class BlockAttention:
         """Forget a call of the model, to run the block once more."""
         self.keys, self.values, self.num_calls = {}, {}, 0
 
-    def window(self, size: int | None, joins: bool) -> tuple[int, Mask, Mask]:
+    def window(
+        self, size: int | None, kernel: AttentionKernel
+    ) -> tuple[int, Mask, Mask]:
         """Return the first visible path token, the block's mask and the path's mask.
 
         Args:
             size: queries see the last ``size`` tokens, themselves included; None: all.
-            joins: the kernel takes path and block at once, if the block is a chain; it
-                needs no matrix for that.
+            kernel: one that takes path and block at once needs no matrix.
         """
         if size is None or self.depths[1] < size:
             return 0, self.mask, self.path_mask
         shape = self.mask.shape
-        joins = joins and shape is not None and shape.is_chain
+        joins = kernel.joins_chains and shape is not None and shape.is_chain
+        joins = joins or kernel.takes_path
         if (size, joins) not in self._windows:
             self._windows[size, joins] = self._cut_to_window(size, joins)
         return self._windows[size, joins]
@@ -117,7 +119,8 @@ class BlockAttention:
     def _cut_to_window(self, size: int, joins: bool) -> tuple[int, Mask, Mask]:
         depth_S, start = self.depth_S, window_start(self.path_tokens, self.depths, size)
         if joins:
-            mask = Mask(self.mask.shape, window=size, arrays=self.mask.arrays)
+            shape, arrays = self.mask.shape, self.mask.arrays
+            mask = Mask(shape, window=size, arrays=arrays, depth_S=depth_S)
             return start, mask, self.path_mask
         visible_SS = self.mask.visible(len(depth_S), depth_S.device)
         assert visible_SS is not None
@@ -153,6 +156,9 @@ class _LayerCall:
             Per term the number of its keys that belong to the path; they come first.
         """
         num_path = self.path_end - self.path_start
+        if self.kernel.takes_path:  # which adds the path's gradients itself
+            path = self.layer.keys(self.path_start, self.path_end) if num_path else None
+            return [(0, Term(k, v, self.block_mask, self.scoring, path))]
         shape, scoring = self.block_mask.shape, self.scoring
         if (
             num_path
@@ -165,8 +171,8 @@ class _LayerCall:
             return [(num_path, Term(*both, self.block_mask, scoring))]
         terms = [(0, Term(k, v, self.block_mask, scoring))]
         if num_path:
-            path = self.layer.read(self.path_start, self.path_end)
-            terms.append((num_path, Term(*path, self.path_mask, scoring)))
+            above = self.layer.read(self.path_start, self.path_end)
+            terms.append((num_path, Term(*above, self.path_mask, scoring)))
         return terms
 
 
@@ -286,7 +292,7 @@ def attend(
     """Return attention of a block's queries to its path and itself, [1, S, N, H]."""
     scoring = Scoring(scale=layer.scale, softcap=layer.softcap)
     kernel = select_kernel(block.kernel_name, query, key, value, scoring)
-    path_start, block_mask, path_mask = block.window(layer.window, kernel.joins_chains)
+    path_start, block_mask, path_mask = block.window(layer.window, kernel)
     if path_mask.matrix is not None:
         # With a sliding window a query may see nothing of the path, which flash
         # kernels do not take.

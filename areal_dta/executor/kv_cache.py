@@ -23,7 +23,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from areal_dta.executor.kernels import accumulation_dtype
+from areal_dta.executor.kernels import PathKeys, accumulation_dtype
 
 Pair = tuple[Tensor, Tensor]
 """Keys and values, or their gradients."""
@@ -111,6 +111,11 @@ class LayerPath:
         for buffer, x in zip(self._kv, (k, v), strict=True):
             buffer[:, :, end:below] = x
         return self.read(start, below)
+
+    def keys(self, start: int, end: int) -> PathKeys:
+        """Return the path at depth [start, end), with where its gradients belong."""
+        grads = self.gradients(start, end) if self._grads else (None, None)
+        return PathKeys(*self.read(start, end), start, *grads)
 
     def add_gradients(self, start: int, grad_k: Tensor, grad_v: Tensor) -> None:
         """Add [1, K, n, H] to the gradients of the path at [start, start + n)."""

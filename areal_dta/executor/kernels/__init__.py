@@ -8,6 +8,7 @@ from areal_dta.executor.kernels.base import (
     AttentionKernel,
     Gradients,
     Mask,
+    PathKeys,
     Scoring,
     Term,
     accumulation_dtype,
@@ -16,12 +17,14 @@ from areal_dta.executor.kernels.base import (
 from areal_dta.executor.kernels.flash_cpu import FlashCpuKernel
 from areal_dta.executor.kernels.flash_cuda import FlashCudaKernel
 from areal_dta.executor.kernels.masked_softmax import MaskedSoftmaxKernel
+from areal_dta.executor.kernels.triton_tree import TritonTreeKernel
 
 __all__ = [
     "KERNELS",
     "AttentionKernel",
     "Gradients",
     "Mask",
+    "PathKeys",
     "Scoring",
     "Term",
     "accumulation_dtype",
@@ -31,7 +34,12 @@ __all__ = [
 
 KERNELS: dict[str, AttentionKernel] = {
     kernel.name: kernel
-    for kernel in (FlashCpuKernel(), FlashCudaKernel(), MaskedSoftmaxKernel())
+    for kernel in (
+        FlashCpuKernel(),
+        FlashCudaKernel(),
+        MaskedSoftmaxKernel(),
+        TritonTreeKernel(),
+    )
 }
 """Kernels by name, in the order in which ``auto`` tries them."""
 
@@ -53,6 +61,6 @@ def select_kernel(
         raise ValueError(
             f"kernel={name!r} cannot take device={q.device.type} with head "
             f"sizes q={q.shape[-1]}, k={k.shape[-1]}, v={v.shape[-1]} and "
-            f"softcap={scoring.softcap}; use auto"
+            f"softcap={scoring.softcap}; it needs {KERNELS[name].needs}: use auto"
         )
     return KERNELS[name]

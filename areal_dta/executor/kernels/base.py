@@ -34,7 +34,8 @@ class Mask:
         shape: the keys are the block's own. For chains, path tokens may come before
             them, which all queries see.
         visible: bool [S, T], True where a query sees a key.
-        window: with a chain: queries see so many tokens, themselves included.
+        window: with a chain or depths: queries see so many tokens, themselves included.
+        depth_S: int64 [S], depth of each token of the block.
         arrays: on the device, by (number of keys, name), what kernels would otherwise
             have to copy there.
     """
@@ -45,10 +46,14 @@ class Mask:
         visible: Tensor | None = None,
         window: int | None = None,
         arrays: Mapping[tuple[int, str], Tensor] | None = None,
+        depth_S: Tensor | None = None,
     ) -> None:
         assert shape is None or visible is None
-        assert window is None or (shape is not None and shape.is_chain)
+        assert window is None or (
+            shape is not None and (shape.is_chain or depth_S is not None)
+        )
         self.shape, self.matrix, self.window = shape, visible, window
+        self.depth_S = depth_S
         self.arrays = arrays or {}
         self.cache: dict[object, object] = {}
 
@@ -86,6 +91,19 @@ class Scoring:
     softcap: float | None = None
 
 
+class PathKeys(NamedTuple):
+    """Keys of the path, for a kernel that takes them together with the block's."""
+
+    k: Tensor
+    """[1, K, P, H]"""
+    v: Tensor
+    start: int
+    """Depth of the first."""
+    grad_k: Tensor | None
+    """Where gradients are added up, in the accumulation dtype, in training."""
+    grad_v: Tensor | None
+
+
 class Term(NamedTuple):
     """One set of keys for the queries of a block."""
 
@@ -94,6 +112,8 @@ class Term(NamedTuple):
     v: Tensor
     mask: Mask
     scoring: Scoring
+    path: PathKeys | None = None
+    """With kernels that take the path: keys before those of the block."""
 
 
 class AttentionKernel(Protocol):
@@ -102,6 +122,12 @@ class AttentionKernel(Protocol):
     name: str
     joins_chains: bool
     """Whether a block that is one chain should attend to path and itself at once."""
+    takes_path: bool
+    """Whether any block attends to path and itself at once, without copies: then a term
+    has `Term.path`, the mask has depths and may have a window, and the backward adds
+    the path's gradients to their accumulators."""
+    needs: str
+    """What has to be there, for messages."""
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> bool: ...
 

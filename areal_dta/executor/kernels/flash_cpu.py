@@ -26,6 +26,8 @@ class FlashCpuKernel:
 
     name = "flash_cpu"
     joins_chains = False
+    takes_path = False
+    needs = "a CPU, equal head sizes and no soft cap"
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> bool:
         same_width = q.shape[-1] == k.shape[-1] == v.shape[-1]

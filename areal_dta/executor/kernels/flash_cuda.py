@@ -78,6 +78,11 @@ class FlashCudaKernel:
 
     name = "flash_cuda"
     joins_chains = True
+    takes_path = False
+    needs = (
+        "a GPU of compute capability 8.0 or later, fp16 or bf16, equal head sizes "
+        "up to 256 in steps of 8, and no soft cap"
+    )
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> bool:
         width = q.shape[-1]

@@ -25,6 +25,8 @@ class MaskedSoftmaxKernel:
 
     name = "masked_softmax"
     joins_chains = False
+    takes_path = False
+    needs = "nothing"
 
     def supports(self, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> bool:
         return True
