@@ -13,6 +13,7 @@ _CHOICES: Final = {
     "loss_scope": ("auto", "sequence", "batch"),
     "fuse_prox_logp": ("auto", "false"),
     "reshard": ("step", "block"),
+    "kernel": ("auto", "flash_cpu", "flash_cuda", "masked_softmax", "triton_tree"),
 }
 
 
@@ -42,6 +43,10 @@ class DTAOptions:
     reshard: str = "step"
     """When the ranks gather sharded parameters: step, once per pass; block, layer by
     layer with the ranks in step, for models that do not fit."""
+    kernel: str = "auto"
+    """Attention kernel: auto takes PyTorch's or, on a GPU where it is right and faster,
+    triton_tree (docs/kernels.md); flash_cpu, flash_cuda, masked_softmax (serves all,
+    slow) and triton_tree can be named."""
     router_load: bool = False
     """Log as dta/expert_load_max_over_mean how unevenly the experts of a mixture are
     chosen."""

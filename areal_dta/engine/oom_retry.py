@@ -41,6 +41,7 @@ from areal_dta.executor import (
     UnsupportedModelError,
 )
 from areal_dta.executor.checks.self_check import check_on_tiny_tree
+from areal_dta.executor.kernels.selection import BlockSizes, choose_kernel
 from areal_dta.executor.memory.budget import (
     MAX_BLOCK_TOKENS,
     MIN_CHOSEN_BLOCK,
@@ -58,6 +59,7 @@ from areal_dta.tree import PrefixTree
 
 ResultT = TypeVar("ResultT")
 
+_TRIAL_PATH = 4096  # tokens above the block on which attention kernels are timed
 _PATIENCE = 8  # passes after which larger budgets are tried again; doubled each time
 _MAX_PATIENCE = 1024
 _KEPT_SAMPLES = 1000  # blocks per rank that a cost model looks back on
@@ -88,6 +90,7 @@ class TreeRunner:
             model,
             ExecutorConfig(
                 temperature=config.temperature,
+                kernel=option(config, "kernel"),
                 router_load=option(config, "router_load"),
                 **{name: n for name, n in budgets.items() if n != "auto"},
             ),
@@ -100,6 +103,9 @@ class TreeRunner:
             self._layerwise = LayerwiseGather(model, group)
             self.executor.pace = self._layerwise
         self._checks_model = bool(option(config, "self_check"))
+        self._device = next(model.parameters()).device
+        is_open = self._device.type == "cuda" and option(config, "kernel") == "auto"
+        self._chooses_kernel = is_open
         self._planned_path = 0
         self._larger: list[ExecutorConfig] = []  # before each shortage of memory
         self._patience, self._calm_passes = _PATIENCE, 0
@@ -113,13 +119,20 @@ class TreeRunner:
         return samples
 
     def check_once(self) -> None:
-        """Compare a tiny tree with single sequences, at the first call. Collective.
+        """Compare a tiny tree with single sequences, and choose the attention kernel of
+        a GPU, at the first call. Collective.
 
         Raises:
             UnsupportedModelError: they differ, on this rank or another.
         """
-        if not self._checks_model:
-            return
+        if self._checks_model:
+            self._check_model()
+            self._checks_model = False
+        if self._chooses_kernel:
+            self._chooses_kernel = False
+            self._choose_kernel()
+
+    def _check_model(self) -> None:
         own: str | None = None
         try:
             with self._forward_pass():
@@ -132,7 +145,29 @@ class TreeRunner:
         failures = [text for text in self._tell(own) if text is not None]
         if failures:
             raise UnsupportedModelError(own if own is not None else failures[0])
-        self._checks_model = False
+
+    def _choose_kernel(self) -> None:
+        """Decide what kernel=auto means on this device, the same on all ranks."""
+        executor = self.executor
+        with self._forward_pass():
+            executor.profile(find_randomness=False)
+
+        def gather(found: dict[str, float | None]) -> list[dict[str, float | None]]:
+            of_ranks: list[Any] = [None] * dist.get_world_size(self._group)
+            dist.all_gather_object(of_ranks, found, group=self._group)
+            return of_ranks
+
+        block_tokens = executor.config.block_tokens
+        sizes = BlockSizes.of(executor.model, block_tokens, _TRIAL_PATH)
+        name, line = choose_kernel(
+            sizes,
+            list(executor.layers.values()),
+            self._device,
+            compute_dtype(executor.model),
+            gather,
+        )
+        executor.config = replace(executor.config, kernel=name)
+        self.logger.info(line)
 
     def _tell(self, failure: str | None) -> list[str | None]:
         """Exchange how the self-check ended; return each rank's failure. Collective."""

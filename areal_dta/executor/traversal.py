@@ -152,7 +152,7 @@ class Traversal:
         capacity = max((f.path_tokens for f in cut.fragments), default=0)
         deepest = max((f.path_tokens + f.num_tokens for f in cut.fragments), default=0)
         kernel = KERNELS.get(config.kernel)
-        joins = self._device.type == "cuda" or (kernel and kernel.joins_chains)
+        joins = kernel.joins_chains if kernel else self._device.type == "cuda"
         room = deepest - capacity if joins else 0
         path = PathCache(layers or (), capacity, schedule.training, room)
         self._runner = BlockRunner(

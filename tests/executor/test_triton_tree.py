@@ -3,13 +3,11 @@
 The interpreter is slow: shapes are small, and tiles too, so that there are several.
 """
 
-
 import numpy as np
 import pytest
 import torch
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor, oracle
-from areal_dta.executor.block_layout import BlockShape
 from areal_dta.executor.kernels import (
     KERNELS,
     Mask,
@@ -21,6 +19,7 @@ from areal_dta.executor.kernels import (
     triton_tree,
 )
 from areal_dta.executor.kernels.triton_tree import Tiling
+from areal_dta.executor.layout.block_layout import BlockShape
 from areal_dta.tree import PrefixTree
 from tests.builders import random_batch
 from tests.executor.test_parity import SPECIAL, compare
@@ -122,15 +121,31 @@ def check(tolerance, softcap=None, **options):
     assert out.dtype == grad_q.dtype == q.dtype
 
 
-@pytest.mark.parametrize("num_path", [0, 1, 16, 37])
-@pytest.mark.parametrize("shape", SHAPES)
+QUICK = [("one query", 0), ("one query", 20), ("a chain", 16), ("levels", 0),
+         ("levels", 37), ("roots", 1)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "num_path"), QUICK)
 def test_shapes(shape, num_path):
     check(1e-12, shape=SHAPES[shape], num_path=num_path)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_path", [0, 1, 16, 37])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_all_shapes(shape, num_path):
+    check(1e-12, shape=SHAPES[shape], num_path=num_path)
+
+
+@pytest.mark.parametrize(("shape", "window"), [("a chain", 5), ("levels", 17)])
+def test_windows(shape, window):
+    check(1e-12, shape=SHAPES[shape], num_path=37, window=window)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [1, 5, 17, 60])
 @pytest.mark.parametrize("shape", ["a chain", "levels", "dead tiles"])
-def test_windows(shape, window):
+def test_more_windows(shape, window):
     check(1e-12, shape=SHAPES[shape], num_path=37, window=window)
 
 
@@ -140,21 +155,25 @@ def test_soft_caps(softcap):
     check(2e-6, softcap, shape=SHAPES["levels"], num_path=20, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 7, 8])
+def slowly(*values):
+    return [pytest.param(x, marks=pytest.mark.slow) for x in values]
+
+
+@pytest.mark.parametrize("group", [3, 8, *slowly(1, 4, 7)])
 def test_grouped_heads(group):
-    check(1e-12, shape=SHAPES["a fork"], num_path=19, group=group)
+    check(1e-12, shape=SHAPES["levels"], num_path=19, group=group)
 
 
-@pytest.mark.parametrize("width", [8, 24, 64, 80, 128, 256])
+@pytest.mark.parametrize("width", [24, 128, *slowly(8, 64, 80, 256)])
 def test_head_sizes(width):
-    check(1e-12, shape=SHAPES["a fork"], num_path=19, width=width)
+    check(1e-12, shape=SHAPES["roots"], num_path=19, width=width)
 
 
 DTYPES = {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", ["a fork", "levels", "dead tiles"])
+@pytest.mark.parametrize("shape", ["levels", *slowly("a fork", "dead tiles")])
 def test_rounding(shape, dtype):
     """All that may differ: weights are rounded to the dtype, and results."""
     check(DTYPES[dtype], shape=SHAPES[shape], num_path=37, dtype=dtype)
@@ -205,7 +224,7 @@ def test_operators_tell_their_shapes():
 CONFIG = {"kernel": "triton_tree"}
 
 
-@pytest.mark.parametrize("name", ["qwen3", "llama-gqa4"])
+@pytest.mark.parametrize("name", ["qwen3", *slowly("llama-gqa4")])
 def test_a_model_in_fp64(name):
     model = tiny_model(name, torch.float64)
     batch = random_batch(np.random.default_rng(1), 6, 14, VOCAB_SIZE)
@@ -214,7 +233,7 @@ def test_a_model_in_fp64(name):
         compare(model, batch, ExecutorConfig(block_tokens, retain_tokens, **CONFIG))
 
 
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gemma2", *slowly("mistral", "gpt_oss")])
 def test_models_with_windows_soft_caps_and_sinks(name):
     eager = {"attn_implementation": "eager"} if name != "mistral" else {}
     model = tiny_model(name, torch.float32, **SPECIAL[name], **eager)

@@ -353,7 +353,7 @@ def backward_keys(
         )
         where = head * grad_k_strides[1] + keys[:, None] * grad_k_strides[0]
         where += columns[None, :]
-        grad_k = grad_k.to(grad_k_ptr.dtype.element_ty)
-        tl.store(grad_k_ptr + where, grad_k, mask=is_there)
-        grad_v = grad_v.to(grad_v_ptr.dtype.element_ty)
-        tl.store(grad_v_ptr + where, grad_v, mask=is_there)
+        own_k = grad_k.to(grad_k_ptr.dtype.element_ty)
+        tl.store(grad_k_ptr + where, own_k, mask=is_there)
+        own_v = grad_v.to(grad_v_ptr.dtype.element_ty)
+        tl.store(grad_v_ptr + where, own_v, mask=is_there)

@@ -131,7 +131,7 @@ def _tree_attention(
         (k if path_k is None else path_k),
         (v if path_v is None else path_v),
     )
-    rows, keys, _, _, warps, stages = tiling
+    rows, keys, _, _, warps, _, stages = tiling
     with _device(q):
         _programs()["forward"][(len(counts), k.shape[1])](
             q,
@@ -198,7 +198,7 @@ def _tree_attention_backward(
         path_grad_k, path_grad_v = grad_k, grad_v
     assert path_grad_k.stride() == path_grad_v.stride()
     delta = torch.empty_like(lse)
-    rows, keys, backward_rows, backward_keys, warps, stages = tiling
+    rows, keys, backward_rows, backward_keys, *warps, stages = tiling
     sizes = (q.shape[2], num_path, path_start)
     inputs = (q, k, v, path_k, path_v)
     with _device(q):
@@ -217,7 +217,7 @@ def _tree_attention_backward(
             *sizes,
             tiles.shape[1],
             **_constants(q, k, scale, softcap, window, rows, keys),
-            num_warps=warps,
+            num_warps=warps[0],
             num_stages=stages,
         )
         num_tiles = -(-num_path // backward_keys) + -(-q.shape[2] // backward_keys)
@@ -235,7 +235,7 @@ def _tree_attention_backward(
             *map(_strides, (grad_out, *inputs, grad_k, path_grad_k)),
             *sizes,
             **_constants(q, k, scale, softcap, window, backward_rows, backward_keys),
-            num_warps=warps,
+            num_warps=warps[1],
             num_stages=stages,
         )
     return grad_q, grad_k, grad_v

@@ -35,25 +35,28 @@ class Tiling:
     """Rows of a tile in the pass over keys."""
     backward_keys: int
     warps: int = 4
+    backward_warps: int = 4
+    """In the pass over keys, which holds two gradients in registers."""
     stages: int = 2
 
 
 def choose_tiling(num_rows: int, num_kv_heads: int, q: Tensor) -> Tiling:
     """Return tiles for ``num_rows`` rows per key head.
 
-    They fit the registers and the shared memory of compute capability 8.0 and 9.0
-    (tests/executor/test_triton_tree.py compiles them). Few rows get small tiles, so
-    that more multiprocessors have one.
+    They fit the registers and the shared memory of compute capability 8.0 and 9.0, as
+    the compiler tells (docs/kernels.md). Few rows get small tiles, so that more
+    multiprocessors have one.
     """
     width = q.shape[-1]
     if q.dtype.itemsize > 2:
         return Tiling(32, 32, 32, 32)
     if width > 128:
-        return Tiling(64, 32, 32, 64, warps=8)
+        return Tiling(64, 32, 32, 64, warps=8, backward_warps=8)
     many = num_rows // 128 * num_kv_heads >= 264  # two per multiprocessor of an H100
+    rows, warps = (128, 8) if many else (64, 4)
     if width > 64:
-        return Tiling(128 if many else 64, 64, 64, 64, warps=8 if many else 4)
-    return Tiling(128 if many else 64, 64, 64, 64, warps=4, stages=3)
+        return Tiling(rows, 64, 64, 64, warps, backward_warps=8)
+    return Tiling(rows, 64, 64, 64, warps, stages=3)
 
 
 class TritonTreeKernel:
@@ -129,7 +132,7 @@ def _common(q: Tensor, term: Term) -> tuple[Any, ...]:
     tiles, counts = mask.cache[key]  # type: ignore[misc]
     start = 0 if term.path is None else term.path.start
     sizes = [tiling.rows, tiling.keys, tiling.backward_rows, tiling.backward_keys]
-    sizes += [tiling.warps, tiling.stages]
+    sizes += [tiling.warps, tiling.backward_warps, tiling.stages]
     softcap = scoring.softcap or 0.0
     return last, depth, tiles, counts, start, scoring.scale, softcap, window, sizes
 
