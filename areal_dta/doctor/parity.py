@@ -22,6 +22,7 @@ from areal_dta.executor.kernels import (
     KERNELS,
     AttentionKernel,
     Mask,
+    PathKeys,
     Scoring,
     Term,
     accumulation_dtype,
@@ -77,7 +78,9 @@ def _check_kernel(
         for where, mask, num_queries, num_keys in _cases(kernel):
             tensors = _tensors(heads, num_queries, num_keys, device, dtype)
             scoring = Scoring(heads[2] ** -0.5)
-            if not kernel.supports(*tensors[:3], scoring):
+            # Triton's interpreter, for which this may be a CPU, is for tests.
+            is_interpreted = kernel.takes_path and device.type == "cpu"
+            if is_interpreted or not kernel.supports(*tensors[:3], scoring):
                 continue
             try:
                 error = _kernel_error(kernel, tensors, mask, scoring)
@@ -98,9 +101,10 @@ def _cases(kernel: AttentionKernel) -> Iterator[tuple[str, Mask, int, int]]:
     size = _BRANCHES.num_tokens
     yield "a branching block", Mask(_BRANCHES), size, size
     yield "a chain", Mask(_CHAIN), 90, 90
-    yield "a path", Mask(), 90, 700
-    yield "one query behind a path", Mask(), 1, 700
-    if kernel.joins_chains:
+    if not kernel.takes_path:
+        yield "a path", Mask(), 90, 700
+        yield "one query behind a path", Mask(), 1, 700
+    if kernel.joins_chains or kernel.takes_path:
         yield "a chain and its path", Mask(_CHAIN), 90, 700
         window = Mask(_CHAIN, window=200)
         yield "a chain and its path in a window", window, 90, 700
@@ -142,11 +146,27 @@ def _kernel_error(
 
     q, k, v, grad_out = tensors
     term = Term(k, v, mask, scoring)
+    path_grads: list[Tensor] = []
+    num_path = k.shape[2] - q.shape[2]
+    if kernel.takes_path:
+        depth_S = torch.arange(num_path, k.shape[2], device=q.device)
+        mask = Mask(mask.shape, window=mask.window, depth_S=depth_S)
+        above, own = ([x[:, :, at] for x in (k, v)] for at in _split(num_path))
+        path_grads = [torch.zeros_like(x, dtype=torch.float32) for x in above]
+        path = PathKeys(*above, 0, *path_grads) if num_path else None
+        term = Term(*own, mask, scoring, path)
     # The backward gets the output and log-sum-exp of all terms, rounded as they are
     # when a model runs.
     given = out.to(q.dtype), lse.to(accumulation_dtype(q.dtype))
     got = [*kernel.forward(q, term), *kernel.backward(grad_out, q, *given, term)]
+    if path_grads:
+        pairs = zip(path_grads, got[3:], strict=True)
+        got[3:] = [torch.cat([a, b.to(a.dtype)], 2) for a, b in pairs]
     return max(_relative_error(a, b) for a, b in zip(got, want, strict=True))
+
+
+def _split(num_path: int) -> tuple[slice, slice]:
+    return slice(num_path), slice(num_path, None)
 
 
 def check_models(device: str) -> list[Parity]:

@@ -24,6 +24,8 @@ def launches(names) -> int:
     total = 0
     for name in names:
         namespace, op, overload = name.split(".")
+        if namespace == "prim":  # asks a tensor for its device
+            continue
         packet = getattr(getattr(torch.ops, namespace), op)
         if f"{namespace}::{op}" in LAUNCHES:
             total += LAUNCHES[f"{namespace}::{op}"]
@@ -88,5 +90,6 @@ def test_a_block_starts_hardly_more_kernels_than_dense_training():
     chain = [[*trunk, *range(30)]]
     branches = [[*trunk, a, 1, 2, 3, b, 4, 5] for a in (7, 8) for b in (9, 10)]
     baseline = per_layer(dense)
+    assert 150 <= baseline <= 180
     assert per_layer(tree, chain, 512) <= 1.05 * baseline
     assert per_layer(tree, branches, 512) <= 1.2 * baseline
