@@ -142,10 +142,29 @@ MULTIMODAL = {
             "image_token_index": 37,
         },
     ),
+    "qwen3_5": (
+        _DELTA,
+        {
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 24,
+                "depth": 1,
+                "num_heads": 2,
+                "out_hidden_size": SMALL["hidden_size"],
+                "num_position_embeddings": 16,
+            },
+            "vision_start_token_id": 36,
+            "image_token_id": 37,
+            "video_token_id": 38,
+            "vision_end_token_id": 39,
+        },
+    ),
 }
 
 
-def tiny_multimodal(name: str, **text_options) -> PreTrainedModel:
+def tiny_multimodal(
+    name: str, dtype: torch.dtype = torch.float32, **text_options
+) -> PreTrainedModel:
     """Build a random multimodal model with a tiny tower for images."""
     text, others = MULTIMODAL[name]
     text_config = SMALL | text | text_options
@@ -155,7 +174,10 @@ def tiny_multimodal(name: str, **text_options) -> PreTrainedModel:
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p), alpha=0.1)
-    return model.train()
+    model = model.to(dtype).train()
+    if dtype == torch.float64:
+        keep_fp64(model)
+    return model
 
 
 class _NoCasts(TorchFunctionMode):
