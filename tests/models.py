@@ -85,6 +85,19 @@ HYBRIDS = {
         "num_local_experts": 0,
         "shared_intermediate_size": 24,
     },
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention", "mamba", "moe"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "chunk_size": 256,  # beyond it Transformers' own path on CPUs is wrong
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "moe_shared_expert_intermediate_size": 24,
+        "experts_implementation": "eager",
+    },
     "falcon_h1": _SMALL_MAMBA | {"mamba_d_ssm": 64},
 }
 

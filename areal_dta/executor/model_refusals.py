@@ -27,7 +27,7 @@ from areal_dta.executor.checks.multimodal import (
     text_modules,
 )
 from areal_dta.executor.routers import RouterLoad, find_routers
-from areal_dta.executor.states.kinds import stateful_layers
+from areal_dta.executor.states.kinds import stateful_layers, why_unknown
 from areal_dta.tree import PrefixTree
 
 # What a layer may ask its attention for; attention.py serves it.
@@ -66,6 +66,8 @@ def check_model_supported(model: nn.Module, training: bool = True) -> None:
     peft_config = getattr(model, "active_peft_config", None)
     if getattr(peft_config, "is_prompt_learning", False):
         reasons.append("prompt or prefix tuning adds virtual tokens to every call")
+    if (why := why_unknown(model)) is not None:
+        reasons.append(why)
     known = {id(m) for layer in stateful for m in layer.module.modules()}
     for path, module in text_modules(model).items():
         if isinstance(module, nn.RNNBase | nn.Conv1d) and id(module) not in known:

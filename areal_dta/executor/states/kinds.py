@@ -21,6 +21,21 @@ KINDS: dict[str, Callable[[Any], StatefulLayer]] = {
 }
 """Class name -> its description."""
 
+_MAMBA_1 = (
+    "Mamba-1 decays each element of its state by itself, for which there is no scan"
+)
+UNKNOWN: dict[str, str] = {
+    "FalconMambaMixer": _MAMBA_1,
+    "JambaMambaMixer": _MAMBA_1,
+    "MambaMixer": _MAMBA_1,
+    "ZambaMambaMixer": _MAMBA_1,
+    "MiniMaxLightningAttention": "there is no scan for lightning attention",
+    "RecurrentGemmaRecurrentBlock": "there is no scan for its recurrence",
+    "Zamba2MambaMixer": "its layers share attention modules, which do not say for "
+    "which layer they are called",
+}
+"""Class name -> why layers of this class are refused."""
+
 _TOKENWISE = frozenset({"mlp", "moe"})
 """Types of layers of hybrid models that mix no tokens."""
 
@@ -33,6 +48,15 @@ def stateful_layers(model: nn.Module) -> list[StatefulLayer]:
         if describe is not None:
             found.append(describe(module))
     return found
+
+
+def why_unknown(model: nn.Module) -> str | None:
+    """Return why the first layer with a state that is not in KINDS is refused."""
+    for module in model.modules():
+        name = type(module).__name__.removeprefix("FSDP")
+        if name in UNKNOWN:
+            return f"{name}: {UNKNOWN[name]}"
+    return None
 
 
 def layers_without_attention(model: Any) -> set[int]:

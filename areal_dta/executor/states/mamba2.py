@@ -1,8 +1,11 @@
-"""Mamba-2: Mamba2, Bamba, Granite-MoE-hybrid, Falcon-H1.
+"""Mamba-2: Mamba2, Bamba, Nemotron-H, Granite-MoE-hybrid, Falcon-H1.
 
 Two states: the tail of its convolution, and a matrix per head that decays and is added
 to. Transformers 5.3 has no seam between the two, so the forward is written here once
-for the family: what `torch_forward` of each computes, with the same casts.
+for the family: what `torch_forward` of each computes, with the same casts. One thing is
+left out: that of Nemotron-H (and Zamba2) adds up the states of chunks over the wrong
+axis, so it is right only where a sequence is one chunk (`chunk_size`, 256 tokens by
+default). The CUDA kernels are right, and so is the scan here.
 """
 
 # S = block tokens, N = heads, K = state size, V = head dim, G = groups of heads
@@ -25,10 +28,13 @@ CLASSES = frozenset(
     {
         "Mamba2Mixer",
         "BambaMixer",
+        "NemotronHMamba2Mixer",
         "GraniteMoeHybridMambaLayer",
         "FalconH1Mixer",
     }
 )
+_BOUNDED_BELOW_ONLY = frozenset({"NemotronHMamba2Mixer"})
+"""Those whose time steps have a minimum, `time_step_min`, and no other limit."""
 
 
 def mamba2(module: Any) -> StatefulLayer:
@@ -67,7 +73,7 @@ def _forward(layer: Any, *args: Any, **options: Any) -> Tensor:
 
     # Discretized inputs, in fp32 but for the time step.
     dt_SN = torch.nn.functional.softplus(dt + layer.dt_bias)[0]
-    dt_SN = dt_SN.clamp(*layer.time_step_limit)
+    dt_SN = dt_SN.clamp(*_time_step_limit(layer))
     acc = accumulation_dtype(x.dtype)
     x_SNV = x[0].unflatten(-1, (-1, layer.head_dim)).to(acc)
     b_SNK, c_SNK = (
@@ -91,3 +97,10 @@ def _forward(layer: Any, *args: Any, **options: Any) -> Tensor:
         out = out * torch.nn.functional.silu(gate)
     result: Tensor = layer.out_proj(out.to(hidden.dtype))
     return result
+
+
+def _time_step_limit(layer: Any) -> tuple[float, float]:
+    if type(layer).__name__.removeprefix("FSDP") in _BOUNDED_BELOW_ONLY:
+        return layer.time_step_min, float("inf")
+    low, high = layer.time_step_limit
+    return low, high

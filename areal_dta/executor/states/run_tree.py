@@ -25,7 +25,7 @@ from torch import Tensor
 
 CHUNK_SIZES = (16, 32, 64)
 _STEP_TOKENS = 96
-"""Cost of one more chunk depth, in tokens of a scan: measured on a CPU."""
+"""Cost of one more chunk depth, in tokens of a scan: an estimate."""
 _FULL_CHUNK = 64
 """Chunk size at which half of a token's cost is that of the chunk's square."""
 
