@@ -24,6 +24,7 @@ from bench_collector import Row
 from bench_collector import table as collector_table
 from bench_long import table as long_table
 from bench_memory import table as memory_table
+from inspect_accuracy import table as inspect_table
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "docs" / "benchmarks"
@@ -236,6 +237,10 @@ def long() -> str:
     return long_table(load("long.json")["points"])
 
 
+def inspect() -> str:
+    return inspect_table(load("inspect.json")["workloads"])
+
+
 def memory() -> str:
     data = load("memory.json")
     return memory_table(data["branches"], data["peaks"])
@@ -288,6 +293,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "paper": paper,
     "long": long,
     "memory": memory,
+    "inspect": inspect,
     "collector": collector,
     "generation": generation,
     "end-to-end": end_to_end,

@@ -31,6 +31,7 @@ MIN_TOKENS: Final = 8
 """A fork, or a reason, that costs fewer tokens is not reported."""
 _WINDOW: Final = 8192  # tokens behind a fork that are aligned
 _MAX_COMPARISONS: Final = 4000
+_MAX_ALIGNED: Final = 40_000_000  # tokens in all: some ten seconds
 _MAX_DIFFERENCES: Final = 64  # behind one fork
 _MAX_SIBLINGS: Final = 4  # with which a child is compared
 _CONTEXT: Final = 48  # tokens shown around a difference
@@ -126,12 +127,16 @@ class SharingSearch:
         self._min_tokens = min_tokens
         self._findings: dict[tuple[object, ...], Finding] = {}
         self._paths: dict[int, _Path] = {}
+        self._num_aligned = 0
 
     def run(self) -> LostSharing:
         pairs = sorted(self._pairs(), key=lambda pair: -pair[0])
-        num_left_out = max(0, len(pairs) - _MAX_COMPARISONS)
+        num_left_out = 0
         forks = set()
-        for _, parent, child, siblings in pairs[:_MAX_COMPARISONS]:
+        for number, (_, parent, child, siblings) in enumerate(pairs):
+            if number == _MAX_COMPARISONS or self._num_aligned > _MAX_ALIGNED:
+                num_left_out = len(pairs) - number
+                break
             forks.add(parent)
             self._compare(child, siblings)
             if len(self._paths) > 256:
@@ -196,6 +201,7 @@ class SharingSearch:
         while len(losses) < _MAX_DIFFERENCES:
             # Aligned anew behind each difference: passages may have moved there too.
             rest_a, rest_b = one.tokens[at_a:], other.tokens[at_b:]
+            self._num_aligned += len(rest_a) + len(rest_b)
             found = None
             for chain in readings(rest_a, rest_b):
                 block = chain[0]
