@@ -5,7 +5,8 @@
         --variants dense,dense_ckpt,packed,dta --clock cpu --json measured.json
     python scripts/inspect_accuracy.py rollouts.npz=measured.json --json accuracy.json
 
-The predictions are for the same tokens, the model of the measurement, and its budgets.
+The predictions are for the same tokens and the model of the measurement.
+``rollouts.npz@2000`` thins paths as ``--path-tokens 2000`` did.
 """
 
 from __future__ import annotations
@@ -16,24 +17,31 @@ from pathlib import Path
 from typing import Any
 
 from bench.table import markdown_table
+from bench.workloads import Sizes, load
 
-from areal_dta.inspect.corpus import Corpus, Limits
 from areal_dta.inspect.models import model_sizes
 from areal_dta.inspect.prediction import Budgets, predict
-from areal_dta.inspect.rollouts.readers import Reader
+from areal_dta.schedule import NeededOutputs
+from areal_dta.tree import PrefixTree
 
 WAYS = ("dense", "dense_ckpt", "packed", "dta")
 
 
-def compare(tokens: Path, measured: Path) -> dict[str, Any]:
+def compare(tokens: Path, path_tokens: int | None, measured: Path) -> dict[str, Any]:
     """Return the measured and the predicted numbers of one workload."""
     content = json.loads(measured.read_text(encoding="utf-8"))
     run, (workload,) = content["run"], content["workloads"]
-    corpus = Corpus()
-    corpus.read(Reader().read([tokens]), Limits(workload["num_sequences"]))
-    assert corpus.tree.num_tree_tokens == workload["num_tree_tokens"]
     model = model_sizes(run["model"].split()[0], run["dtype"], "cpu")
-    found = predict(corpus.tree, corpus.needed(), model, Budgets())
+    sizes = Sizes(
+        model.vocab_size,
+        path_tokens=path_tokens,
+        max_sequences=workload["num_sequences"],
+    )
+    work = load(workload["name"], tokens, sizes)
+    tree = PrefixTree.from_sequences(work.sequences)
+    assert tree.num_tree_tokens == workload["num_tree_tokens"], "other tokens"
+    needed = NeededOutputs.logprobs_at(tree, [mask[1:] for mask in work.loss_masks])
+    found = predict(tree, needed, model, Budgets())
     rows = []
     for m in workload["measurements"]:
         if m["variant"] not in WAYS:
@@ -80,13 +88,15 @@ def table(workloads: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("pairs", nargs="+", metavar="TOKENS.npz=MEASURED.json")
+    parser.add_argument("pairs", nargs="+", metavar="TOKENS.npz[@N]=MEASURED.json")
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     workloads = []
     for pair in args.pairs:
         tokens, _, measured = pair.partition("=")
-        workloads.append(compare(Path(tokens), Path(measured)))
+        tokens, _, path_tokens = tokens.partition("@")
+        length = int(path_tokens) if path_tokens else None
+        workloads.append(compare(Path(tokens), length, Path(measured)))
     print(table(workloads))
     if args.json is not None:
         args.json.write_text(json.dumps({"workloads": workloads}, indent=1) + "\n")

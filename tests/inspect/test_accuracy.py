@@ -43,3 +43,16 @@ def test_generated_work_takes_what_is_predicted(name: str) -> None:
             assert way.peak_bytes == pytest.approx(m["peak_bytes"], rel=0.1), what
             ratio = found.speed_up(way.name)
             assert ratio == pytest.approx(m["ratio"], rel=0.2), what
+
+
+@pytest.mark.parametrize("work", ["gsm8k", "tau2-airline"])
+def test_recorded_work_took_what_is_predicted(work: str) -> None:
+    """Our ratio within 20 %, others within 25 %, peaks within 10 %; as committed."""
+    (found,) = [w for w in load("inspect.json")["workloads"] if w["name"] == work]
+    assert [way["name"] for way in found["ways"]] == list(WAYS)
+    for way in found["ways"]:
+        tolerance = 0.2 if way["name"] == "dta" else 0.25
+        expected = pytest.approx(way["measured_ratio"], rel=tolerance)
+        assert way["predicted_ratio"] == expected, way
+        expected = pytest.approx(way["measured_bytes"], rel=0.1)
+        assert way["predicted_bytes"] == expected, way

@@ -62,7 +62,8 @@ def episode_records(
 
     domain, task = str(row["domain"]), str(row["task_id"])
     known = DOMAINS.get(domain)
-    prompt, tools = str(row.get("policy") or ""), ()
+    prompt = str(row.get("policy") or "")
+    tools: tuple[dict[str, Any], ...] = ()
     try:
         if known is not None:
             context = agent_context(domain, task)
@@ -77,7 +78,7 @@ def episode_records(
         )
     except ValueError as error:
         note(f"the prompt is left out where tau2 has none: {one_line(error)}")
-    messages = [m for m in row["messages"] if isinstance(m, Mapping)]
+    messages = [m for m in row["messages"] if isinstance(m, dict)]
     if len(messages) < len(row["messages"]):
         raise InputError(f"{where}: messages holds something that is not an object")
     try:

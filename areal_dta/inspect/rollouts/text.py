@@ -168,11 +168,9 @@ def load_tokenizer(
             build_backend,
         )
 
-        template = CHAT_TEMPLATE_FILE.read_text(encoding="utf-8")
+        qwen = CHAT_TEMPLATE_FILE.read_text(encoding="utf-8")
         special = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
-        return TextTokenizer(
-            build_backend(), name, template, special, template_arguments
-        )
+        return TextTokenizer(build_backend(), name, qwen, special, template_arguments)
     try:
         files = _files(name)
         backend = Tokenizer.from_file(str(files["tokenizer.json"]))
