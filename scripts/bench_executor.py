@@ -7,8 +7,8 @@
 Prints Markdown: dense (one sequence at a time), dense with activation checkpointing,
 strict prefixes merged, one packed block, node by node depth first, and this package,
 each with seconds, peak memory and the error of its gradients. Needs torch,
-transformers and numpy, not areal. `scripts/bench_gpu.sh` is the run for one GPU. For a
-quick look: `--workloads grpo-short --variants dta --answer-tokens 64`.
+transformers and numpy, not areal. `scripts/gpu_acceptance.sh` has the run for one GPU.
+For a quick look: `--workloads grpo-short --variants dta --answer-tokens 64`.
 
 tau2 workloads are replayed from recorded episodes (recipes/tau2/replay.py) if those and
 tau2 are installed, and generated with the same shape otherwise; `--data` names a folder
@@ -63,6 +63,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--workloads", default=",".join(WORKLOADS), help="comma separated")
     add("--variants", default=",".join(VARIANTS), help="also dta@BLOCK/RETAIN")
+    add("--baseline", choices=("dense", "dense_packed"), default="dense")
     add("--dtype", choices=DTYPES, default="float32")
     add("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     add("--threads", type=int, default=1, help="of the CPU")
@@ -97,10 +98,10 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def variant_names(text: str) -> list[str]:
-    """Return the names, with dense first: everything is compared with it."""
+def variant_names(text: str, baseline: str = "dense") -> list[str]:
+    """Return the names, baseline first: everything is compared with it."""
     names = list(dict.fromkeys(name.strip() for name in text.split(",")))
-    return ["dense", *(name for name in names if name != "dense")]
+    return [baseline, *(name for name in names if name != baseline)]
 
 
 def collect_workloads(args: argparse.Namespace, sizes: Sizes) -> list[Workload]:
@@ -142,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     workloads = collect_workloads(args, sizes)
     model = build_model(args.model, dtype, device, args.seed)
     budgets = parse_budgets(args.block_tokens, args.retain_tokens)
-    names = variant_names(args.variants)
+    names = variant_names(args.variants, args.baseline)
     variants = [make_variant(name, model, budgets) for name in names]
     bench = Bench(model, variants, CLOCKS[args.clock])
 
@@ -152,6 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "dtype": args.dtype,
         "seed": args.seed,
         "rounds": args.repeats,
+        "baseline": args.baseline,
         "clock": args.clock,
         "block_tokens": args.block_tokens,
         "retain_tokens": args.retain_tokens,

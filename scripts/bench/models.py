@@ -22,6 +22,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "20m": (32768, 256, 768, 16, 4, 2, 64),
         "qwen3-0.6b": (151936, 1024, 3072, 28, 16, 8, 128),
         "qwen3-1.7b": (151936, 2048, 6144, 28, 16, 8, 128),
+        "qwen3-8b": (151936, 4096, 12288, 36, 32, 8, 128),
     }.items()
 }
 # Three of four layers carry a state, as in Qwen3.5.
@@ -31,6 +32,7 @@ SHAPES["qwen3.5-20m"] = SHAPES["20m"] | {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+_UNTIED = ("qwen3-8b",)
 
 
 def build_model(name: str, dtype: torch.dtype, device: torch.device, seed: int) -> Any:
@@ -44,7 +46,9 @@ def build_model(name: str, dtype: torch.dtype, device: torch.device, seed: int) 
     torch.manual_seed(seed)
     config_class: Any = Qwen3_5TextConfig if name.startswith("qwen3.5") else Qwen3Config
     config = config_class(
-        **SHAPES[name], tie_word_embeddings=True, max_position_embeddings=40960
+        **SHAPES[name],
+        tie_word_embeddings=name not in _UNTIED,
+        max_position_embeddings=40960,
     )
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(

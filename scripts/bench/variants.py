@@ -10,6 +10,8 @@ with gradients, and entropies as plain values.
   packed      a whole tree in one call, with a mask (tree attention trainers)
   dfs         one tree node per call, depth first, recomputing (arXiv 2602.00482)
   areal       AReaL's packed trees; with ``--variants`` alone, for it needs areal
+  dense_packed  sequences packed as AReaL's FSDP engine does, gradients summed in fp32
+  dta_auto    this package with the budgets that `auto` takes, gradients summed in fp32
   dta         this package: fragments, loss positions only
   dta_whole   the same with the last layer run on all tokens
 """
@@ -251,8 +253,12 @@ def make_variant(name: str, model: Any, budgets: dict[str, Any]) -> Variant:
         from bench.areal_packed import ArealPacked
 
         return ArealPacked(name, model)
+    elif name in ("dense_packed", "dta_auto"):
+        from bench.packed_dense import AutoTree, PackedDense
+
+        return {"dense_packed": PackedDense, "dta_auto": AutoTree}[name](name, model)
     elif spec or kind not in VARIANTS:
-        known = ", ".join((*VARIANTS, "areal"))
+        known = ", ".join((*VARIANTS, "areal", "dense_packed", "dta_auto"))
         raise ValueError(f"variant {name!r}; expected one of {known}")
     if kind in ("dta", "dta_whole"):
         budgets = {**budgets, "whole_last_layer": kind == "dta_whole"}

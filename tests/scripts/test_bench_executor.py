@@ -270,3 +270,27 @@ def test_bounds_follow_from_what_is_computed(model):
 def test_checkpointing_is_switched_off_again(model):
     make_variant("dense_ckpt", model, {}).run(work_of("grpo-short"))
     assert not model.is_gradient_checkpointing
+
+
+def test_packed_dense_and_auto_have_the_gradients_of_dense(model):
+    """Gradients summed in fp32 after each backward are the same gradients."""
+    work = hand_made("abcdef", "abcxyz", "abcxyzq", "zz", loss_tokens=2)
+    dense, packed, auto = (
+        make_variant(name, model, {}) for name in ("dense", "dense_packed", "dta_auto")
+    )
+    want = None
+    for variant in (dense, packed, auto):
+        model.zero_grad(set_to_none=True)
+        variant.run(work)
+        got = torch.cat([p.grad.flatten() for p in model.parameters()])
+        want = got.clone() if want is None else want
+        assert float((got - want).norm() / want.norm()) < 1e-5, variant.name
+    model.zero_grad(set_to_none=True)
+    assert packed.min_flops(work) == dense.min_flops(work)
+
+
+def test_packs_hold_whole_sequences():
+    from bench.packed_dense import pack
+
+    packs = pack([5, 9, 3, 7, 20], max_tokens=12)
+    assert packs == [[4], [1, 2], [3, 0]]  # one that is longer stays alone
