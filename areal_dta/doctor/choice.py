@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_dta.doctor.machine import Finding, Machine
 from areal_dta.executor import ExecutorConfig, UnsupportedModelError
+from areal_dta.executor.last_layer import decoder_layers
 from areal_dta.executor.memory.budget import (
     MAX_BLOCK_TOKENS,
     MIN_CHOSEN_BLOCK,
@@ -196,10 +197,8 @@ def _chosen(
 def _groups(model: nn.Module) -> list[tuple[int, int]]:
     """Return bytes of parameters and of their fp32 gradients, as FSDP2 gathers them:
     all outside of the decoder layers first, then each layer."""
-    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
-    layers = list(max(lists, key=_num_parameters)) if lists else []
     whole = _num_parameters(model)
-    counts = [_num_parameters(layer) for layer in layers]
+    counts = [_num_parameters(layer) for layer in decoder_layers(model)]
     itemsize = next(model.parameters()).dtype.itemsize
     return [
         (count * itemsize, count * _REDUCE_BYTES)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from areal_dta.executor import ExecutorConfig, TreeExecutor
+from areal_dta.executor import ExecutorConfig
 from areal_dta.executor.attention import model_attention
 from areal_dta.executor.kernels import KERNELS
 from areal_dta.executor.kernels.flash_cuda import FlashCudaKernel, Lengths
@@ -187,9 +187,12 @@ class AutoTree(Tree):
 
     def __init__(self, name: str, model: Any) -> None:
         super().__init__(name, model, ExecutorConfig(), True)
+        self._longest = 0
 
     def run(self, work: Work) -> RunCounts:
-        self._executor = TreeExecutor(self._model, self.choose(work))
+        if max(work.lengths) > self._longest:  # as the engine does
+            self._longest = max(work.lengths)
+            self._executor.config = self.choose(work)
         with accumulation_in_fp32(self._model):
             return super().run(work)
 
