@@ -151,10 +151,11 @@ def _kernel_error(
     if kernel.takes_path:
         depth_S = torch.arange(num_path, k.shape[2], device=q.device)
         mask = Mask(mask.shape, window=mask.window, depth_S=depth_S)
-        above, own = ([x[:, :, at] for x in (k, v)] for at in _split(num_path))
-        path_grads = [torch.zeros_like(x, dtype=torch.float32) for x in above]
-        path = PathKeys(*above, 0, *path_grads) if num_path else None
-        term = Term(*own, mask, scoring, path)
+        path_k, path_v = (x[:, :, :num_path] for x in (k, v))
+        path_grads = [torch.zeros_like(path_k, dtype=torch.float32) for _ in range(2)]
+        path = PathKeys(path_k, path_v, 0, path_grads[0], path_grads[1])
+        own_k, own_v = (x[:, :, num_path:] for x in (k, v))
+        term = Term(own_k, own_v, mask, scoring, path if num_path else None)
     # The backward gets the output and log-sum-exp of all terms, rounded as they are
     # when a model runs.
     given = out.to(q.dtype), lse.to(accumulation_dtype(q.dtype))
@@ -163,10 +164,6 @@ def _kernel_error(
         pairs = zip(path_grads, got[3:], strict=True)
         got[3:] = [torch.cat([a, b.to(a.dtype)], 2) for a, b in pairs]
     return max(_relative_error(a, b) for a, b in zip(got, want, strict=True))
-
-
-def _split(num_path: int) -> tuple[slice, slice]:
-    return slice(num_path), slice(num_path, None)
 
 
 def check_models(device: str) -> list[Parity]:

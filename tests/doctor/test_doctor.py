@@ -109,8 +109,8 @@ def test_a_model_that_cannot_be_read_or_split(tmp_path):
     missing = model_choice(str(tmp_path / "nowhere"), machine)
     assert missing.findings[0].is_problem
     assert "configuration cannot be read" in missing.findings[0].text
-    config = {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    Qwen3Config(num_hidden_layers=2, rope_parameters=rope).save_pretrained(tmp_path)
     refused = model_choice(str(tmp_path), machine)
     assert refused.findings[0].is_problem
     assert "prefix trees" in refused.findings[0].text
