@@ -83,7 +83,7 @@ def _check_kernel(
             if is_interpreted or not kernel.supports(*tensors[:3], scoring):
                 continue
             try:
-                error = _kernel_error(kernel, tensors, mask, scoring)
+                error = kernel_error(kernel, tensors, mask, scoring)
             except (RuntimeError, NotImplementedError) as reason:
                 text = f"{where}, heads {heads}: {str(reason).splitlines()[0]:.120}"
                 return Parity(name, dtype_name, None, tolerance, failure=text)
@@ -130,7 +130,7 @@ def _tensors(
     return q, draw(num_kv_heads, num_keys), draw(num_kv_heads, num_keys), grad
 
 
-def _kernel_error(
+def kernel_error(
     kernel: AttentionKernel,
     tensors: tuple[Tensor, Tensor, Tensor, Tensor],
     mask: Mask,

@@ -82,8 +82,9 @@ def _mlp_forward(module: Any, log: OpLog) -> Any:
 
 
 def tree_kernel(model: Any, log: OpLog) -> None:
-    """Path and branching block in one call forward and three backward: no levels, no
-    merges, gradients of the path added in fp32 by the kernel."""
+    """`kernel=triton_tree`: path and block in one call forward and two kernels
+    backward, no levels, no merges; at the rates of flash attention, which are not its
+    own."""
     log.patches.append((attention._LayerCall, "terms", _terms_in_one))
     log.patches.append((FlashCudaKernel, "forward", _forward(log)))
     log.patches.append((FlashCudaKernel, "backward", _backward(log)))
@@ -145,7 +146,7 @@ def _backward(log: OpLog) -> Any:
         flops, moved = _work(q, term, 7)  # scores twice: dq, and dk with dv
         moved += _size(grad_out, out, *grads)
         tiles = -(-term.k.shape[2] // 128) * term.k.shape[1]
-        op = Op("tree_backward", "tree attention", flops, moved, 3, tiles=float(tiles))
+        op = Op("tree_backward", "tree attention", flops, moved, 2, tiles=float(tiles))
         log.add(op)
         return grads
 

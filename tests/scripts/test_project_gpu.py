@@ -50,11 +50,11 @@ def test_a_tree_s_flops_are_those_of_its_schedule(block_tokens):
     products = model.per_token * schedule.num_forward_tokens
     products += model.per_output * needed.num_outputs
     assert flops(found.segments, ["gemm"], False) == pytest.approx(products, rel=1e-9)
-    # Blocks that others hang on, and whose outputs nobody reads, start from their keys:
-    # there is no backward through what follows those of the last layer.
+    # Blocks whose outputs nobody reads start from the keys that their branches see:
+    # in the last layer there is no backward through their attention and what follows.
+    share = 1.0 if block_tokens == 4096 else 0.7
     backward = flops(found.segments, ["gemm"], True)
-    assert 0.98 * 2 * products <= backward or block_tokens == 128
-    assert 0.7 * 2 * products <= backward <= 2 * products
+    assert 0.98 * share * 2 * products <= backward <= 2 * products * (1 + 1e-9)
     # Attention: visible pairs once forward, five products for two backward.
     pairs = sum(
         attended_pairs(node.start, node.start + num_tokens)
@@ -63,7 +63,8 @@ def test_a_tree_s_flops_are_those_of_its_schedule(block_tokens):
     attention = flops(found.segments, ["flash forward"])
     assert attention == pytest.approx(model.per_pair * pairs, rel=1e-9)
     flash_backward = flops(found.segments, ["flash backward"])
-    assert flash_backward == pytest.approx(2.5 * attention, rel=1e-9)
+    assert share * 2.5 * attention <= flash_backward * (1 + 1e-9)
+    assert flash_backward <= 2.5 * attention * (1 + 1e-9)
     assert found.num_calls == schedule.num_blocks
 
 
