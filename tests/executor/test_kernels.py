@@ -264,6 +264,28 @@ def test_the_operators_of_this_pytorch_take_our_arguments():
         assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
 
 
+@pytest.mark.parametrize("size", [(50, 120), (1, 120)])
+def test_one_pair_is_a_batch_of_one(size):
+    """Without lengths the operator splits keys; shapes are those of packed calls."""
+    called = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "_flash_attention_forward" in str(func):
+                called.append((args[0].shape, args[3], args[4]))
+            return func(*args, **(kwargs or {}))
+
+    q, k, v, _ = (
+        x[0].transpose(0, 1).to("meta") for x in tensors(*size, torch.bfloat16)
+    )
+    ends = (torch.zeros(2, dtype=torch.int32, device="meta") for _ in range(2))
+    lengths = Lengths(*ends, *size, is_causal=True)
+    with Watch():
+        out, lse = KERNELS["flash_cuda"].attend(q, k, v, lengths, 0.3)
+    assert called == [((1, *q.shape), None, None)]
+    assert out.shape == q.shape and lse.shape == (HEADS, size[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_cuda_against_masked_softmax(dtype):
@@ -275,6 +297,7 @@ def test_cuda_against_masked_softmax(dtype):
         (Mask(BlockShape([90], [-1])), (90, 700)),
         (Mask(BlockShape([90], [-1]), window=200), (90, 700)),
         (Mask(), (90, 700)),
+        (Mask(), (1, 700)),
     ]:
         inputs = [x.cuda() for x in tensors(*sizes, dtype)]
         assert kernel.supports(*inputs[:3], SCORING)

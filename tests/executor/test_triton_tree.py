@@ -3,6 +3,11 @@
 The interpreter is slow: shapes are small, and tiles too, so that there are several.
 """
 
+import json
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -278,3 +283,22 @@ def test_it_is_refused_without_triton_or_a_gpu(monkeypatch):
             patch.setattr(triton_tree, gone, lambda: False)
             with pytest.raises(ValueError, match="device=cpu.*needs Triton, a GPU"):
                 select_kernel("triton_tree", q, term.k, term.v, term.scoring)
+
+
+@pytest.mark.slow
+def test_it_compiles_for_gpus_that_are_not_there():
+    """Types, shared memory and matrix instructions are the compiler's business."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.executor.compile_triton"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 9
+    for row in rows:
+        limit = {90: 227, 80: 163}[row["capability"]] * 1024
+        assert row["shared_bytes"] <= limit
+        assert row["wgmma" if row["capability"] == 90 else "mma"] > 0

@@ -148,16 +148,23 @@ class FlashCudaKernel:
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float
     ) -> tuple[Tensor, Tensor]:
         """Call the operator. q: [S, N, H]; k, v: [T, K, H]; lse: [N, S], fp32."""
+        arguments = lengths.arguments
+        is_one_pair = len(lengths.cumulative_q) == 2
+        if is_one_pair:
+            # As a batch of one: the operator then splits the keys over multiprocessors
+            # where there are few queries, which it does not do for packed ones.
+            q, k, v = q[None], k[None], v[None]
+            arguments = None, None, *arguments[2:]
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
             q,
             k,
             v,
-            *lengths.arguments,
+            *arguments,
             return_debug_mask=False,
             scale=scale,
             **lengths.options,
         )
-        return out, lse
+        return (out[0], lse[0]) if is_one_pair else (out, lse)
 
     def attend_backward(
         self,

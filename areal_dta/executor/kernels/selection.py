@@ -96,7 +96,7 @@ class _Trial:
         """Return out, dq, dk, dv and the gradients of the path."""
         dtype = dtype or self.q.dtype
         size = self.shape.num_tokens
-        path = PathCache(1, self.num_path, with_grad=True, room=size)
+        path = PathCache([0], self.num_path, with_grad=True, room=size)
         path.layers[0].write(0, *(x.to(dtype) for x in self.path), with_grad=True)
         block = BlockAttention(
             path=path,

@@ -129,7 +129,8 @@ def _common(q: Tensor, term: Term) -> tuple[Any, ...]:
         mask.cache[key] = torch.ops.areal_dta.tree_tiles(
             last, depth, group, window, tiling.rows, tiling.keys
         )
-    tiles, counts = mask.cache[key]  # type: ignore[misc]
+    found: Any = mask.cache[key]
+    tiles, counts = found
     start = 0 if term.path is None else term.path.start
     sizes = [tiling.rows, tiling.keys, tiling.backward_rows, tiling.backward_keys]
     sizes += [tiling.warps, tiling.backward_warps, tiling.stages]
