@@ -7,6 +7,7 @@ import torch
 from areal_dta.executor import ExecutorConfig, TreeExecutor
 from areal_dta.tree import PrefixTree
 from tests.executor.fake_cuda import fake_cuda, move
+from tests.executor.test_parity import SPECIAL
 from tests.models import VOCAB_SIZE, tiny_model
 
 MODELS = {
@@ -36,18 +37,23 @@ def loss(index, logprobs, entropy):
     return -logprobs.sum() + 0.1 * entropy.sum()
 
 
-@pytest.mark.parametrize("name", MODELS)
+SLOWLY = {"gemma3_text": SPECIAL["gemma3_text"], "olmo2": {}, "qwen3_moe": {}}
+
+
+@pytest.mark.parametrize(
+    "name", [*MODELS, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOWLY)]
+)
 @pytest.mark.parametrize("budgets", [(24, 0), (64, None)], ids=str)
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_a_traversal_copies_once_and_reads_at_its_end(name, budgets, share):
     tree = tree_of_agents()
     # What the layers ask of attention is learned by reading values, once per model.
-    learned = TreeExecutor(tiny_model(name, **MODELS[name]))
+    learned = TreeExecutor(tiny_model(name, **(MODELS | SLOWLY)[name]))
     learned.profile(find_randomness=False)
     rng = np.random.default_rng(1)
     lengths = map(tree.sequence_length, range(tree.num_sequences))
     masks = [rng.random(n - 1) < share for n in lengths]
-    model = tiny_model(name, torch.bfloat16, **MODELS[name])
+    model = tiny_model(name, torch.bfloat16, **(MODELS | SLOWLY)[name])
     with fake_cuda() as calls:
         model = move(model)
         executor = TreeExecutor(model, ExecutorConfig(*budgets))
