@@ -97,7 +97,8 @@ class _Trial:
         dtype = dtype or self.q.dtype
         size = self.shape.num_tokens
         path = PathCache([0], self.num_path, with_grad=True, room=size)
-        path.layers[0].write(0, *(x.to(dtype) for x in self.path), with_grad=True)
+        path_k, path_v = (x.to(dtype) for x in self.path)
+        path.layers[0].write(0, path_k, path_v, with_grad=True)
         block = BlockAttention(
             path=path,
             path_tokens=self.num_path,
@@ -108,13 +109,13 @@ class _Trial:
             keep_kv=False,
             layers={},
         )
-        inputs = [
+        q, k, v = (
             x.to(dtype).detach().requires_grad_() for x in (self.q, self.k, self.v)
-        ]
+        )
         with torch.enable_grad():
-            out = attend(block, 0, layer, *inputs, None)
+            out = attend(block, 0, layer, q, k, v, None)
         grad_out = self.grad_out.to(dtype).transpose(1, 2)
-        grads = torch.autograd.grad(out, inputs, grad_out)
+        grads = torch.autograd.grad(out, [q, k, v], grad_out)
         return [out.detach(), *grads, *path.layers[0].gradients(0, self.num_path)]
 
 
@@ -178,7 +179,7 @@ def choose_kernel(
                 notes[name] = f"wrong by {error:.3g} roundings"
                 continue
             found[name] = sum(measure(own, name, layer) for layer in kinds)
-        except (RuntimeError, ValueError, *_compiler_errors()) as failure:
+        except _failures() as failure:
             notes[name] = f"{type(failure).__name__}: {str(failure).splitlines()[:1]}"
     chosen = fastest(gather(found))
     for name, seconds in found.items():
@@ -200,9 +201,10 @@ def fastest(of_ranks: Sequence[dict[str, float | None]]) -> str:
     return min(worst, key=lambda name: worst[name], default="masked_softmax")
 
 
-def _compiler_errors() -> tuple[type[Exception], ...]:
+def _failures() -> tuple[type[Exception], ...]:
+    """Return what a kernel that does not run here raises."""
     if not is_installed():
-        return ()
+        return RuntimeError, ValueError
     from triton.errors import TritonError
 
-    return (TritonError,)
+    return RuntimeError, ValueError, TritonError

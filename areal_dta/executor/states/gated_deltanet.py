@@ -104,8 +104,9 @@ def _scan(module: Any) -> Callable[..., Any]:
         def run(
             chunks: ChunkTree, entering: Tensor | None
         ) -> tuple[Tensor, list[Tensor]]:
-            inputs = (x[0] for x in (query, key, value, g, beta))
-            return gated_delta_rule(chunks, *inputs, entering)
+            return gated_delta_rule(
+                chunks, query[0], key[0], value[0], g[0], beta[0], entering
+            )
 
         out = active_states().scan(module.layer_idx, query.shape[1], run)
         return out[None], None
