@@ -150,14 +150,17 @@ class OpLog(TorchDispatchMode):
         """
         q, k, v, *rest = args
         cumulative_q, cumulative_k = rest[:2] if is_forward else rest[2:4]
-        lengths = [
-            np.diff(self._host_values[id(x)][1].astype(np.int64))
-            for x in (cumulative_q, cumulative_k)
-        ]
+        num_queries, num_heads, width = q.shape[-3:]
+        num_keys, num_kv_heads, _ = k.shape[-3:]
+        if cumulative_q is None:  # one pair, as a batch of one
+            lengths = [np.array([num_queries]), np.array([num_keys])]
+        else:
+            lengths = [
+                np.diff(self._host_values[id(x)][1].astype(np.int64))
+                for x in (cumulative_q, cumulative_k)
+            ]
         is_causal = rest[5] if is_forward else rest[7]
         pairs = attended(*lengths, is_causal, kwargs.get("window_size_left"))
-        num_queries, num_heads, width = q.shape
-        num_keys, num_kv_heads, _ = k.shape
         e = q.element_size()
         queries, keys = num_queries * num_heads * width, num_keys * num_kv_heads * width
         products, moved = (2, e * (2 * queries + 2 * keys))
