@@ -12,7 +12,8 @@ _CHOICES: Final = {
     "positions": ("auto", "all"),
     "loss_scope": ("auto", "sequence", "batch"),
     "fuse_prox_logp": ("auto", "false"),
-    "reshard": ("step", "block"),
+    "reshard": ("auto", "step", "block"),
+    "recompute": ("auto", "none", "mlp"),
     "kernel": ("auto", "flash_cpu", "flash_cuda", "masked_softmax", "triton_tree"),
 }
 
@@ -40,9 +41,14 @@ class DTAOptions:
     fuse_prox_logp: str = "auto"
     """auto takes the proximal logprobs from the update itself where that is exact, and
     saves a forward pass; false never does."""
-    reshard: str = "step"
+    recompute: str = "auto"
+    """What of an autograd graph is left out and run again in the backward: mlp, MLPs
+    and norms (graphs less than half as large); none; auto, where that pays: in graphs
+    that wait within retain_tokens, or in all where block_tokens is auto too."""
+    reshard: str = "auto"
     """When the ranks gather sharded parameters: step, once per pass; block, layer by
-    layer with the ranks in step, for models that do not fit."""
+    layer with the ranks in step, for models that do not fit; auto takes step if that
+    is predicted to fit."""
     kernel: str = "auto"
     """Attention kernel: auto takes PyTorch's or, on a GPU where it is right and faster,
     triton_tree (docs/kernels.md); flash_cpu, flash_cuda, masked_softmax (serves all,

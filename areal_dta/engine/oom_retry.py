@@ -1,9 +1,10 @@
 """Trees on a model that FSDP2 shards: out of memory is retried, budgets are chosen.
 
 ``dta.reshard=step`` gathers the parameters for a whole pass (fsdp_gather_step),
-``block`` for every layer (fsdp_gather_layer). ``dta.block_tokens`` and
-``dta.retain_tokens`` may be ``auto``; they are then chosen at the first batch, and
-again when a longer path comes.
+``block`` for every layer (fsdp_gather_layer); ``auto`` takes ``step`` as long as every
+rank predicts that it fits, which is asked again when a longer path comes.
+``dta.block_tokens`` and ``dta.retain_tokens`` may be ``auto``; they are then chosen at
+the first batch, and again when a longer path comes.
 
 Out of memory with ``step``: the rank drops the gradients and the statistics of this
 step, halves its budgets and runs its tree again. After some passes without a shortage
@@ -17,7 +18,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +29,11 @@ from areal_dta.areal_fixes.fsdp2 import (
     group_bytes,
 )
 from areal_dta.engine.fsdp_gather_layer import LayerwiseGather
-from areal_dta.engine.fsdp_gather_step import forward_pass, training_pass
+from areal_dta.engine.fsdp_gather_step import (
+    count_failures,
+    forward_pass,
+    training_pass,
+)
 from areal_dta.engine.setting_checks import option
 from areal_dta.engine.statistics import LossStatistics
 from areal_dta.engine.watch.verify import verify_batch
@@ -48,11 +52,14 @@ from areal_dta.executor.memory.budget import (
     choose_budgets,
     halved,
     is_out_of_memory,
-    measure_graph_bytes,
     pending_bytes,
     predict_memory,
     release_memory,
     usable_memory,
+)
+from areal_dta.executor.memory.model_bytes import (
+    budgets_beside_whole_model,
+    measured_memory,
 )
 from areal_dta.schedule import MemoryModel
 from areal_dta.tree import PrefixTree
@@ -92,6 +99,7 @@ class TreeRunner:
                 temperature=config.temperature,
                 kernel=option(config, "kernel"),
                 router_load=option(config, "router_load"),
+                recompute=option(config, "recompute"),
                 **{name: n for name, n in budgets.items() if n != "auto"},
             ),
             outputs="values" if config.is_critic else "logprobs",
@@ -99,9 +107,13 @@ class TreeRunner:
         self.logger = logger
         self._group, self._optimizer = group, optimizer
         self._layerwise: LayerwiseGather | None = None
-        if option(config, "reshard") == "block":
-            self._layerwise = LayerwiseGather(model, group)
-            self.executor.pace = self._layerwise
+        reshard = option(config, "reshard")
+        if reshard == "block":
+            self._gather_by_layer()
+        # single sequences, for `verify`, need the whole model
+        self._chooses_reshard = reshard == "auto" and not option(config, "verify_every")
+        self._reshard_path = -1
+        self._recompute = option(config, "recompute")
         self._checks_model = bool(option(config, "self_check"))
         self._device = next(model.parameters()).device
         is_open = self._device.type == "cuda" and option(config, "kernel") == "auto"
@@ -134,6 +146,7 @@ class TreeRunner:
 
     def _check_model(self) -> None:
         own: str | None = None
+        self._choose_reshard()
         try:
             with self._forward_pass():
                 check_on_tiny_tree(self.executor)
@@ -210,6 +223,7 @@ class TreeRunner:
             drop_unreduced_gradients(model)
             statistics.discard()
 
+        self._choose_reshard(tree)
         with self._training_pass():
             self._choose(tree)
             return self._within_memory(attempt, undo, training=True)
@@ -217,6 +231,7 @@ class TreeRunner:
     def forward(self, tree: PrefixTree, needed: Positions | None) -> list[Any]:
         """Run `TreeExecutor.forward`. Collective."""
         executor, model = self.executor, self.executor.model
+        self._choose_reshard(tree)
         with self._forward_pass():
             self._choose(tree)
             return self._within_memory(
@@ -302,10 +317,52 @@ class TreeRunner:
             "or shorter sequences need less memory"
         )
 
+    def _gather_by_layer(self) -> None:
+        self._layerwise = LayerwiseGather(self.executor.model, self._group)
+        self.executor.pace = self._layerwise
+
+    def _choose_reshard(self, tree: PrefixTree | None = None) -> None:
+        """Gather layer by layer from now on, if some rank has no room to gather all.
+
+        Collective. The whole model is then not in memory yet.
+
+        Args:
+            tree: of the pass to come; None: what is known before the first one.
+        """
+        if not self._chooses_reshard or self._layerwise is not None:
+            return
+        longest = torch.tensor([_longest(tree) if tree is not None else 0])
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=self._group)
+        if int(longest) <= self._reshard_path:
+            return
+        self._reshard_path = int(longest)
+        model = self.executor.model
+        groups, device = group_bytes(model), next(model.parameters()).device
+        usable = usable_memory(device, dist.get_world_size(self._group))
+        budgets = budgets_beside_whole_model(
+            model,
+            self.executor.config,
+            compute_dtype(model),
+            usable - sum(size for size, _ in groups) - self._pending_bytes(),
+            self._reshard_path,
+            training=self._optimizer is not None,
+            chooses_block=self._chooses_block,
+        )
+        fits = budgets is None or budgets.fits
+        if not count_failures(self._group, failed=not fits) or len(groups) < 3:
+            return
+        self._gather_by_layer()
+        self._memory, self._planned_path = None, 0
+        reason = "another rank has no room" if fits else f"not even {budgets}"
+        self.logger.info(
+            f"reshard=block: the whole model does not fit beside paths of "
+            f"{self._reshard_path} tokens ({reason})"
+        )
+
     def _choose(self, tree: PrefixTree) -> None:
         if not (self._chooses_block or self._chooses_retain):
             return
-        longest = max(map(tree.sequence_length, range(tree.num_sequences)), default=0)
+        longest = _longest(tree)
         if longest <= self._planned_path:
             return
         # the range of block sizes, and the memory that is left for a pass
@@ -328,6 +385,7 @@ class TreeRunner:
             largest,
             smallest,
             training=self._optimizer is not None,
+            recompute=self._recompute,
         )
         chosen = budgets.apply(executor.config, retain=self._chooses_retain)
         executor.config, self._planned_path = chosen, longest
@@ -350,15 +408,9 @@ class TreeRunner:
                 executor.model, executor.config, compute_dtype(executor.model)
             )
             if self._layerwise is None:  # else all ranks would have to take part
-                measured = measure_graph_bytes(
-                    executor.model, executor.config, outputs=executor.outputs
-                )
+                memory, line = measured_memory(executor, memory)
                 drop_unreduced_gradients(executor.model)
-                self.logger.info(
-                    f"a token's graph takes {measured:.0f} bytes measured, "
-                    f"{memory.graph_bytes:.0f} predicted"
-                )
-                memory = replace(memory, graph_bytes=measured)
+                self.logger.info(line)
             self._memory = memory
         return self._memory
 
@@ -373,3 +425,7 @@ class TreeRunner:
             has_moments=optimizer is None or bool(optimizer.state),
             is_layerwise=self._layerwise is not None,
         )
+
+
+def _longest(tree: PrefixTree) -> int:
+    return max(map(tree.sequence_length, range(tree.num_sequences)), default=0)

@@ -33,6 +33,7 @@ from areal_dta.executor.kv_cache import PathCache
 from areal_dta.executor.last_layer import MAX_SHARE, LastLayer
 from areal_dta.executor.layout.block_layout import BlockLayout, TreeTokens, lay_out
 from areal_dta.executor.layout.upload import upload
+from areal_dta.executor.memory.recompute import PartRecompute
 from areal_dta.executor.model_refusals import (
     REMEDY,
     UnsupportedModelError,
@@ -168,8 +169,10 @@ class BlockRunner:
         watch: BlockWatch | None = None,
         last_layer: LastLayer | None = None,
         stateful: Sequence[StatefulLayer] = (),
+        recompute: PartRecompute | None = None,
     ) -> None:
         self._model, self._head, self._path = model, head, path
+        self._recompute = recompute
         self._kernel, self._layers, self._stateful = kernel, layers, stateful
         self._watch, self._last_layer = watch, last_layer
 
@@ -180,12 +183,14 @@ class BlockRunner:
         arrays: Mapping[Any, Tensor],
         keep_kv: bool,
         entering: Mapping[StateKey, Tensor] | None = None,
+        keeps_part: bool = False,
     ) -> BlockOutput:
         """Call the model on a block behind the path that the cache holds.
 
         Args:
             arrays: `block_arrays` on the device.
             entering: states at the end of the path; None at the top of a tree.
+            keeps_part: leave MLPs and norms out of its graph.
 
         Raises:
             UnsupportedModelError: a layer asks for something a tree cannot give.
@@ -237,7 +242,11 @@ class BlockRunner:
             return logits
 
         watch = self._watch
-        with watch.block(arrays["token"]) if watch is not None else nullcontext():
+        part = self._recompute.active() if keeps_part and self._recompute else None
+        with (
+            watch.block(arrays["token"]) if watch is not None else nullcontext(),
+            part or nullcontext(),
+        ):
             outputs = self._head.outputs(call, layout, arrays)
         layers = self._path.layers if keep_kv else []
         return BlockOutput(

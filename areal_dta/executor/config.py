@@ -34,6 +34,10 @@ class ExecutorConfig:
 
     whole_last_layer: bool = False
     """Run the last layer on all tokens, not on needed outputs alone, to compare."""
+    recompute: str = "none"
+    """What of a graph is left out, and run again in the backward: ``none``; ``mlp``,
+    MLPs and norms, in all of them; ``auto``, in those graphs that wait for their
+    backward where that saves time within ``retain_tokens``."""
 
     router_load: bool = False
     """Count the tokens of each expert of a mixture; see ``expert_load``."""
@@ -54,6 +58,10 @@ class ExecutorConfig:
             )
         if self.fragments not in ("packed", "node"):
             raise ValueError(f"fragments={self.fragments!r}; expected packed or node")
+        if self.recompute not in ("none", "mlp", "auto"):
+            raise ValueError(
+                f"recompute={self.recompute!r}; expected none, mlp or auto"
+            )
         if self.logit_chunk_elements < 1:
             raise ValueError(
                 f"logit_chunk_elements={self.logit_chunk_elements}; expected at least 1"

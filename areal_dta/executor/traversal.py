@@ -41,6 +41,7 @@ from areal_dta.executor.kv_cache import (
 from areal_dta.executor.last_layer import LastLayer
 from areal_dta.executor.layout.block_layout import exit_segments
 from areal_dta.executor.layout.tree_arrays import TreeArrays
+from areal_dta.executor.memory.recompute import PartRecompute
 from areal_dta.executor.outputs import Channel, OutputHead
 from areal_dta.executor.routers import RouterAuxLoss, RouterLoad
 from areal_dta.executor.states.protocol import StatefulLayer
@@ -164,6 +165,7 @@ class Traversal:
             self._watch,
             last_layer,
             stateful,
+            PartRecompute(model) if any(s.keeps_part for s in schedule.steps) else None,
         )
         self._path = path
 
@@ -310,7 +312,12 @@ class Traversal:
             entering = self._open[-1].states.enter(fragment.attach, step.with_grad)
         with torch.set_grad_enabled(step.with_grad), self._pace.forward():
             block = self._runner.run(
-                fragment.path_tokens, layout, arrays, keep_kv, entering
+                fragment.path_tokens,
+                layout,
+                arrays,
+                keep_kv,
+                entering,
+                step.keeps_part,
             )
         if self.router_loss is not None:
             block.router_logits = self.router_loss.take()

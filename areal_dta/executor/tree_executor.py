@@ -37,6 +37,7 @@ from areal_dta.executor.block import (
 from areal_dta.executor.checks.attention_profile import profile_attention
 from areal_dta.executor.config import ExecutionStats, ExecutorConfig
 from areal_dta.executor.last_layer import LastLayer, find_last_layer
+from areal_dta.executor.memory.recompute import partial_graph
 from areal_dta.executor.model_refusals import check_model_supported, check_no_autocast
 from areal_dta.executor.oracle import SequenceOutput, ValueOutput
 from areal_dta.executor.outputs import make_head
@@ -47,6 +48,7 @@ from areal_dta.executor.traversal import GroupLoss, Traversal, as_scalar
 from areal_dta.schedule import (
     BlockSample,
     NeededOutputs,
+    PartialGraph,
     Schedule,
     StepKind,
     build_schedule,
@@ -222,6 +224,9 @@ class TreeExecutor:
             training,
             needed,
             config.fragments,
+            self._partial_graph(),
+            # layers with a state do more between their modules than attention does
+            only_parts=config.recompute == "mlp" and not stateful_layers(self.model),
         )
         calls_model = bool(schedule.steps) or self.pace.calls_when_empty
         if calls_model:
@@ -278,6 +283,13 @@ class TreeExecutor:
         except Exception:
             self.retained_at_failure = traversal.num_retained
             raise
+
+    def _partial_graph(self) -> PartialGraph | None:
+        """Return what graphs without MLPs take, if some may be kept beside others."""
+        if self.config.recompute != "auto" or stateful_layers(self.model):
+            return None
+        sizes = self.model.config.get_text_config()
+        return partial_graph(sizes, next(self.model.parameters()).element_size())
 
     def _needed(self, tree: PrefixTree, positions: Positions | None) -> NeededOutputs:
         if self.outputs == "values":

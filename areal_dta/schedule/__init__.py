@@ -13,6 +13,7 @@ from areal_dta.schedule.flops import FlopModel
 from areal_dta.schedule.fragments import Fragment, Fragmentation, Segment, cut_tree
 from areal_dta.schedule.memory import MemoryModel
 from areal_dta.schedule.needed_outputs import NeededOutputs
+from areal_dta.schedule.retention import PartialGraph
 from areal_dta.schedule.rounds import Round, merge_rounds, operations
 from areal_dta.schedule.schedule import (
     DEFAULT_BLOCK_TOKENS,
@@ -33,6 +34,7 @@ __all__ = [
     "Fragmentation",
     "MemoryModel",
     "NeededOutputs",
+    "PartialGraph",
     "Round",
     "Schedule",
     "Segment",

@@ -29,6 +29,8 @@ class FlopModel:
     """Attention over all layers, FLOPs per (query, key) pair."""
     per_output: float
     """Vocabulary projection, FLOPs per position."""
+    mlp_per_token: float = 0.0
+    """The part of ``per_token`` that a partial graph runs again."""
 
     @classmethod
     def from_config(cls, config: Any, is_critic: bool = False) -> FlopModel:
@@ -52,6 +54,7 @@ class FlopModel:
             per_token=2.0 * (mixing + d.layers * mlp),
             per_pair=4.0 * d.attention_layers * d.heads * d.head_dim,
             per_output=2.0 * d.hidden * vocab_size,
+            mlp_per_token=2.0 * d.layers * mlp,
         )
 
     def forward(self, tokens: float, pairs: float, outputs: float) -> float:
@@ -103,6 +106,7 @@ class FlopModel:
             )
             forward = self.forward(step.num_tokens, pairs, step.num_outputs)
             total += forward * (1 + _BACKWARD * step.with_grad)
+            total += self.mlp_per_token * step.num_tokens * step.keeps_part
         return total
 
     def saving(self, tree: PrefixTree, schedule: Schedule) -> float:

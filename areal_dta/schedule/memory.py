@@ -33,6 +33,8 @@ class MemoryModel:
 
     graph_bytes: float
     """Bytes per token of a live autograd graph, over all layers, its K/V included."""
+    part_graph_bytes: float
+    """The same without MLPs and norms, whose inputs are kept."""
     kv_bytes: float
     """K/V per token over all layers, in the compute dtype."""
     kv_grad_bytes: float
@@ -77,8 +79,10 @@ class MemoryModel:
         queries, keys = d.heads * d.head_dim, d.kv_heads * d.head_dim
         # q, k, v; the output, and again with its heads side by side; log-sum-exp.
         attention = e * (queries + 2 * keys) + 2 * e * queries + acc * d.heads
+        part = attention + 4 * e * d.hidden  # input and output of two norms
         if "qwen3" in str(getattr(config, "model_type", "")):  # norms of q and k
             attention += (_FP32 + e) * (queries + keys)
+            part += e * (queries + keys)
         if d.experts:
             mlp = d.active_experts * e * (4 * d.intermediate + 3 * d.hidden)
             mlp += 2 * acc * d.experts
@@ -86,6 +90,7 @@ class MemoryModel:
             mlp = 4 * e * d.intermediate
         return cls(
             graph_bytes=float(d.layers * (norms + attention + mlp)),
+            part_graph_bytes=float(d.layers * part),
             kv_bytes=2.0 * d.attention_layers * keys * e,
             kv_grad_bytes=2.0 * d.attention_layers * keys * acc,
             num_layers=d.layers,
@@ -116,9 +121,16 @@ class MemoryModel:
         kv = 2 * num_keys * self.kv_grad_bytes / self.num_layers
         return _SCORE_PRODUCTS * acc * num_scores + kv
 
-    def graph(self, num_tokens: float, num_outputs: float) -> float:
-        """Return the bytes of live graphs, with the logits that they keep."""
-        return num_tokens * self.graph_bytes + num_outputs * (
+    def graph(
+        self, num_tokens: float, num_outputs: float, is_part: bool = False
+    ) -> float:
+        """Return the bytes of live graphs, with the logits that they keep.
+
+        Args:
+            is_part: they are graphs without MLPs and norms.
+        """
+        graph_bytes = self.part_graph_bytes if is_part else self.graph_bytes
+        return num_tokens * graph_bytes + num_outputs * (
             self.hidden_bytes + self.vocab_size * self.element_bytes
         )
 
@@ -140,7 +152,8 @@ class MemoryModel:
         slab = min(logits, max(self.logit_slab_elements, self.vocab_size))
         scaled = _FP32 * (self.element_bytes < _FP32)  # half precision makes a copy
         head = slab * (max(self.element_bytes, _FP32) * _VALUES_PER_LOGIT + scaled)
-        # gradients of a layer, and of the fragment's own K/V
+        # gradients of a layer, and of the fragment's own K/V; a partial graph's MLP
+        # runs again for them
         layers = block_tokens * self.graph_bytes / self.num_layers
         layers = _BACKWARD_LAYERS * layers + block_tokens * self.kv_bytes
         mask = block_tokens**2 * (1 + self.element_bytes)

@@ -22,7 +22,7 @@ import numpy as np
 
 from areal_dta.schedule.fragments import Fragmentation, cut_nodes, cut_tree
 from areal_dta.schedule.needed_outputs import NeededOutputs
-from areal_dta.schedule.retention import choose_retained
+from areal_dta.schedule.retention import Kept, PartialGraph, choose_retained
 from areal_dta.tree import PrefixTree
 
 DEFAULT_BLOCK_TOKENS = 512
@@ -49,6 +49,8 @@ class Step:
     """Tokens of ``computes``."""
     num_outputs: int
     """Positions of ``computes`` at which an output is needed."""
+    keeps_part: bool = False
+    """Whether MLPs and norms are left out of that graph, and run again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,8 @@ class Schedule:
     num_recomputed_tokens: int
     num_backward_tokens: int
     peak_graph_tokens: int
-    """Maximum number of tokens whose autograd graph is alive at once."""
+    """Maximum number of tokens whose autograd graph is alive at once; those of partial
+    graphs count by their size where whole ones are there too."""
     peak_kv_tokens: int
     """Maximum number of tokens whose K/V is held at once, on the path or in trunks."""
 
@@ -77,6 +80,8 @@ def build_schedule(
     training: bool = True,
     needed: NeededOutputs | None = None,
     fragments: str = "packed",
+    part: PartialGraph | None = None,
+    only_parts: bool = False,
 ) -> Schedule:
     """Build the schedule of a tree.
 
@@ -88,6 +93,9 @@ def build_schedule(
         needed: the outputs that the loss reads, by default all.
         fragments: ``packed`` fills blocks up to ``block_tokens``; ``node`` runs one
             tree node per block, however long, as the plain method does.
+        part: what graphs without MLPs and norms take and cost, to keep some of those
+            whose fragments wait for an exit; None: graphs are whole.
+        only_parts: no graph has MLPs and norms.
 
     Raises:
         ValueError: a budget is out of range, or ``fragments`` unknown.
@@ -109,10 +117,11 @@ def build_schedule(
         )
         for s in cut.segments
     ]
-    retained = choose_retained(cut.fragments, retain_tokens)
+    retained = choose_retained(cut.fragments, retain_tokens, part)
 
     steps: list[Step] = []
-    peak_graph = graph = peak_kv = trunks = recomputed = 0
+    peak_graph = peak_kv = trunks = recomputed = 0
+    graphs: dict[int, int] = {}  # alive, in tokens, by fragment
     path_buffer = max((f.path_tokens for f in cut.fragments), default=0)
     # Visit (fragment, is_exit) from a stack: trees may be deeper than recursion allows.
     stack = [(f.index, False) for f in reversed(cut.fragments) if f.parent < 0]
@@ -121,7 +130,7 @@ def build_schedule(
         f = cut.fragments[index]
         is_leaf = not f.children
         is_exit |= is_leaf
-        retain = retained[index] and training
+        retain = bool(retained[index]) and training
         # What runs: at enter all of it if nothing runs again, else only what the
         # children attend to; at exit all of it, unless its graph was retained.
         if not is_exit:
@@ -137,14 +146,21 @@ def build_schedule(
             recomputed += f.num_trunk_tokens if is_whole and not is_leaf else 0
         num_tokens = sum(cut.segments[s].num_tokens for s in computes)
         outputs = sum(num_outputs[s] for s in computes)
-        steps.append(Step(kind, index, computes, with_grad, num_tokens, outputs))
+        is_part = retained[index] is Kept.PART
+        keeps_part = with_grad and (only_parts or is_part)
+        steps.append(
+            Step(kind, index, computes, with_grad, num_tokens, outputs, keeps_part)
+        )
         # Peaks count what this step adds; an exit then frees the fragment's share.
-        graph += f.num_tokens if with_grad else 0
-        peak_graph, peak_kv = max(peak_graph, graph), max(peak_kv, path_buffer + trunks)
+        if with_grad:
+            n = f.num_tokens
+            graphs[index] = part.tokens(n) if is_part and part is not None else n
+        peak_graph = max(peak_graph, sum(graphs.values()))
+        peak_kv = max(peak_kv, path_buffer + trunks)
         if is_exit:
-            graph -= f.num_tokens if training else 0
+            graphs.pop(index, None)
             trunks -= 0 if is_leaf else f.num_trunk_tokens
-    assert graph == 0 and trunks == 0
+    assert not graphs and trunks == 0
 
     return Schedule(
         cut=cut,

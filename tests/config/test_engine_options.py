@@ -17,7 +17,7 @@ from areal_dta.config.schema import DTAPPOActorConfig
         ({"positions": "some"}, "dta.positions=some; expected auto or all"),
         ({"loss_scope": "token"}, "expected auto or sequence or batch"),
         ({"fuse_prox_logp": "true"}, "dta.fuse_prox_logp=true"),
-        ({"reshard": "layer"}, "dta.reshard=layer; expected step or block"),
+        ({"reshard": "layer"}, "dta.reshard=layer; expected auto or step or block"),
     ],
 )
 def test_wrong_values_are_named(values, message):

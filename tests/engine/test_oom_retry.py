@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from areal_dta.areal_fixes.fsdp2 import fill_missing_gradients, fsdp_modules
-from areal_dta.engine import DTAPPOActor, fsdp_gather_step
+from areal_dta.engine import DTAPPOActor, fsdp_gather_step, oom_retry
 from areal_dta.executor.block import BlockRunner
 from tests.engine.builders import (
     actor_config,
@@ -123,6 +123,22 @@ def test_out_of_memory_in_a_forward_only_pass(tiny_model, monkeypatch):
     torch.testing.assert_close(engine.forward_batch(batch), want)
     config = engine.runner.executor.config
     assert (config.block_tokens, config.retain_tokens) == (32, 16)
+
+
+def test_the_whole_model_is_gathered_where_it_fits(
+    tiny_model, monkeypatch, expected, log
+):
+    engine = engine_with(tiny_model)
+    engine.runner.logger, records = log
+    monkeypatch.setattr(oom_retry, "usable_memory", lambda *args: 0.0)
+    assert_same_step(train_once(engine, grpo_batch()), expected)
+    assert engine.runner.executor.pace.waits_for_others  # layer by layer
+    assert "reshard=block: the whole model does not fit" in records[0]
+    # What is set is not chosen, and single sequences need the whole model.
+    for options in ({"reshard": "step"}, {"verify_every": 5}):
+        engine = engine_with(tiny_model, **options)
+        engine.runner._choose_reshard()
+        assert not engine.runner.executor.pace.waits_for_others
 
 
 def test_larger_budgets_come_back(tiny_model, monkeypatch, log):

@@ -200,6 +200,7 @@ def test_what_was_not_retained_is_not_given_up():
 
 def test_the_executor_knows_what_was_retained(monkeypatch):
     executor = TreeExecutor(tiny_model("qwen3"), ExecutorConfig(32, None))
+    executor.profile(find_randomness=True)  # calls the model, too
     run, calls = BlockRunner.run, []
 
     def failing(self, *args, **kwargs):

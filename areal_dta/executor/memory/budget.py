@@ -41,6 +41,11 @@ MIN_BLOCK_TOKENS = 32
 # tried all the same: predictions are upper bounds, and out of memory is retried.
 MIN_CHOSEN_BLOCK = {"cpu": MIN_BLOCK_TOKENS, "cuda": 512}
 _MEASURED_TOKENS = 128
+# Seconds of a pass, relative to one with large blocks and whole graphs. From the
+# roofline model of an H200: blocks of an eighth of the largest take 1.85 times as long,
+# GEMMs grow by a sixth where MLPs run again, and the forward of trunks that are run
+# again (taken to be half of the tokens) is a third of the work.
+_SLOW_BLOCK, _MLP_AGAIN, _RUN_AGAIN = 0.85, 0.17, 0.17
 _ADAM_BYTES = 8  # two fp32 moments per parameter
 # The rest is for fragmentation and for whatever else runs: little on a GPU, much on a
 # host, whose memory is shared with the user's other programs.
@@ -56,6 +61,8 @@ class Budgets:
     predicted_bytes: float
     """Peak of activations and K/V at these budgets."""
     usable_bytes: float
+    recompute: str = "none"
+    """`ExecutorConfig.recompute`."""
 
     @property
     def fits(self) -> bool:
@@ -64,16 +71,18 @@ class Budgets:
 
     def apply(self, config: ExecutorConfig, retain: bool = True) -> ExecutorConfig:
         """Return ``config`` with these; ``retain``: with ``retain_tokens`` too."""
-        config = dataclasses.replace(config, block_tokens=self.block_tokens)
+        config = dataclasses.replace(
+            config, block_tokens=self.block_tokens, recompute=self.recompute
+        )
         if retain:
             config = dataclasses.replace(config, retain_tokens=self.retain_tokens)
         return config
 
     def __str__(self) -> str:
         return (
-            f"block_tokens={self.block_tokens}, retain_tokens={self.retain_tokens}: "
-            f"{self.predicted_bytes / 2**30:.2f} GiB predicted of "
-            f"{self.usable_bytes / 2**30:.2f} GiB usable"
+            f"block_tokens={self.block_tokens}, retain_tokens={self.retain_tokens}, "
+            f"recompute={self.recompute}: {self.predicted_bytes / 2**30:.2f} GiB "
+            f"predicted of {self.usable_bytes / 2**30:.2f} GiB usable"
         )
 
 
@@ -131,8 +140,9 @@ def choose_budgets(
     max_block: int = MAX_BLOCK_TOKENS["cpu"],
     min_block: int = MIN_BLOCK_TOKENS,
     training: bool = True,
+    recompute: str = "none",
 ) -> Budgets:
-    """Choose the largest budgets whose predicted peak fits, with all outputs needed.
+    """Choose the fastest budgets whose predicted peak fits, with all outputs needed.
 
     Memory grows with the longest path, not with the tree, so the path is all that has
     to be known of the batch. The block is ``max_block``, a half, a quarter, ... of it.
@@ -141,7 +151,38 @@ def choose_budgets(
         usable_bytes: for activations and K/V; see `usable_memory`.
         longest_path: tokens of the longest sequence.
         training: without it there are neither gradients nor retained graphs.
+        recompute: `ExecutorConfig.recompute`; ``auto`` takes ``mlp`` where the larger
+            blocks, or the graphs retained, that it leaves room for are worth it.
     """
+    choices = (recompute,) if recompute != "auto" or not training else ("auto", "mlp")
+
+    def seconds(budgets: Budgets) -> tuple[bool, float]:
+        slow = (max_block / 8 / budgets.block_tokens) ** 2
+        again = 1 - min(1.0, budgets.retain_tokens / max(1, longest_path))
+        cost = (1 + _SLOW_BLOCK * slow) * (1 + _RUN_AGAIN * again * training)
+        if budgets.recompute == "mlp":
+            cost *= 1 + _MLP_AGAIN
+        return not budgets.fits, cost
+
+    found = (
+        _largest_budgets(
+            memory, usable_bytes, longest_path, max_block, min_block, training, choice
+        )
+        for choice in choices
+    )
+    return min(found, key=seconds)
+
+
+def _largest_budgets(
+    memory: MemoryModel,
+    usable_bytes: float,
+    longest_path: int,
+    max_block: int,
+    min_block: int,
+    training: bool,
+    recompute: str,
+) -> Budgets:
+    is_part = recompute == "mlp"
     block = max_block
     while True:
         # K/V: the path buffer, and the trunks of the fragments that make it up
@@ -152,7 +193,7 @@ def choose_budgets(
         fixed += memory.head_gradient(block) if training else 0
         left = usable_bytes - fixed
         # A forward alone holds what one layer makes, which `working` has.
-        graph_token = memory.graph(1, 1) if training else memory.hidden_bytes
+        graph_token = memory.graph(1, 1, is_part) if training else memory.hidden_bytes
         if left >= block * graph_token or block <= min_block:
             break
         block = max(min_block, block // 2)
@@ -164,6 +205,7 @@ def choose_budgets(
         retain_tokens=retain,
         predicted_bytes=fixed + max(block, retain) * graph_token,
         usable_bytes=usable_bytes,
+        recompute=recompute,
     )
 
 
