@@ -33,13 +33,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from areal_dta.areal_fixes.fsdp2 import drop_unreduced_gradients, forget_forward_order
+from areal_dta.areal_fixes.fsdp2 import (
+    compute_dtype,
+    drop_unreduced_gradients,
+    forget_forward_order,
+    group_bytes,
+)
 from areal_dta.engine.fsdp_gather_step import (
     PeerFailure,
     count_failures,
     raise_if_any_failed,
 )
 from areal_dta.executor.block import IdleCall, Pace
+from areal_dta.executor.config import ExecutorConfig
+from areal_dta.executor.memory.budget import usable_memory
+from areal_dta.executor.memory.model_bytes import budgets_beside_whole_model
 from areal_dta.schedule import Round, Schedule, merge_rounds, operations
 from areal_dta.schedule.rounds import BACKWARD, FORWARD
 
@@ -242,6 +250,43 @@ class LayerwiseGather(Pace):
         drop_unreduced_gradients(self._model)
         for parameter in self._model.parameters():
             parameter.grad = None
+
+
+def why_not_whole(
+    model: Any,
+    config: ExecutorConfig,
+    group: dist.ProcessGroup,
+    longest_path: int,
+    pending: float,
+    training: bool,
+    chooses_block: bool,
+) -> str | None:
+    """Return why the model cannot be gathered whole; None: every rank has room.
+
+    Collective.
+
+    Args:
+        pending: bytes that a step takes beside parameters, activations and K/V.
+        chooses_block: see `budgets_beside_whole_model`.
+    """
+    groups, device = group_bytes(model), next(model.parameters()).device
+    usable = usable_memory(device, dist.get_world_size(group))
+    budgets = budgets_beside_whole_model(
+        model,
+        config,
+        compute_dtype(model),
+        usable - sum(size for size, _ in groups) - pending,
+        longest_path,
+        training,
+        chooses_block,
+    )
+    fits = budgets is None or budgets.fits
+    if not count_failures(group, failed=not fits) or len(groups) < 3:
+        return None
+    reason = "another rank has no room" if fits else f"not even {budgets}"
+    return (
+        f"the whole model does not fit beside paths of {longest_path} tokens ({reason})"
+    )
 
 
 def _own_parameters(module: nn.Module) -> list[tuple[nn.Module, str]]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -28,12 +29,8 @@ from areal_dta.areal_fixes.fsdp2 import (
     drop_unreduced_gradients,
     group_bytes,
 )
-from areal_dta.engine.fsdp_gather_layer import LayerwiseGather
-from areal_dta.engine.fsdp_gather_step import (
-    count_failures,
-    forward_pass,
-    training_pass,
-)
+from areal_dta.engine.fsdp_gather_layer import LayerwiseGather, why_not_whole
+from areal_dta.engine.fsdp_gather_step import forward_pass, training_pass
 from areal_dta.engine.setting_checks import option
 from areal_dta.engine.statistics import LossStatistics
 from areal_dta.engine.watch.verify import verify_batch
@@ -55,12 +52,10 @@ from areal_dta.executor.memory.budget import (
     pending_bytes,
     predict_memory,
     release_memory,
+    shortage_advice,
     usable_memory,
 )
-from areal_dta.executor.memory.model_bytes import (
-    budgets_beside_whole_model,
-    measured_memory,
-)
+from areal_dta.executor.memory.model_bytes import measured_memory
 from areal_dta.schedule import MemoryModel
 from areal_dta.tree import PrefixTree
 
@@ -268,7 +263,7 @@ class TreeRunner:
                 before = self.executor.config
                 smaller = halved(before, training, self.executor.retained_at_failure)
                 if self._layerwise is not None or smaller is None:
-                    error.add_note(self._advice())
+                    error.add_note(shortage_advice(before, self._layerwise is not None))
                     raise
                 reason = str(error).split("\n")[0][:200]
             # not in the handler: the error's traceback keeps the block's tensors alive
@@ -302,21 +297,6 @@ class TreeRunner:
             f"{config.block_tokens}, retain_tokens={config.retain_tokens} again"
         )
 
-    def _advice(self) -> str:
-        config = self.executor.config
-        budgets = (
-            f"block_tokens={config.block_tokens}, retain_tokens={config.retain_tokens}"
-        )
-        if self._layerwise is not None:
-            return (
-                f"actor.dta: {budgets}, reshard=block: ranks in step cannot repeat a "
-                "step; set smaller budgets"
-            )
-        return (
-            f"actor.dta: {budgets} cannot be made smaller; reshard=block, more ranks "
-            "or shorter sequences need less memory"
-        )
-
     def _gather_by_layer(self) -> None:
         self._layerwise = LayerwiseGather(self.executor.model, self._group)
         self.executor.pace = self._layerwise
@@ -324,10 +304,7 @@ class TreeRunner:
     def _choose_reshard(self, tree: PrefixTree | None = None) -> None:
         """Gather layer by layer from now on, if some rank has no room to gather all.
 
-        Collective. The whole model is then not in memory yet.
-
-        Args:
-            tree: of the pass to come; None: what is known before the first one.
+        Collective, before a pass over ``tree`` gathers anything.
         """
         if not self._chooses_reshard or self._layerwise is not None:
             return
@@ -336,28 +313,20 @@ class TreeRunner:
         if int(longest) <= self._reshard_path:
             return
         self._reshard_path = int(longest)
-        model = self.executor.model
-        groups, device = group_bytes(model), next(model.parameters()).device
-        usable = usable_memory(device, dist.get_world_size(self._group))
-        budgets = budgets_beside_whole_model(
-            model,
+        reason = why_not_whole(
+            self.executor.model,
             self.executor.config,
-            compute_dtype(model),
-            usable - sum(size for size, _ in groups) - self._pending_bytes(),
+            self._group,
             self._reshard_path,
+            self._pending_bytes(),
             training=self._optimizer is not None,
             chooses_block=self._chooses_block,
         )
-        fits = budgets is None or budgets.fits
-        if not count_failures(self._group, failed=not fits) or len(groups) < 3:
+        if reason is None:
             return
         self._gather_by_layer()
         self._memory, self._planned_path = None, 0
-        reason = "another rank has no room" if fits else f"not even {budgets}"
-        self.logger.info(
-            f"reshard=block: the whole model does not fit beside paths of "
-            f"{self._reshard_path} tokens ({reason})"
-        )
+        self.logger.info(f"reshard=block: {reason}")
 
     def _choose(self, tree: PrefixTree) -> None:
         if not (self._chooses_block or self._chooses_retain):

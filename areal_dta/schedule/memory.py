@@ -12,6 +12,7 @@ This is a prediction: tests/executor compares it with counted bytes, and
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +54,7 @@ class MemoryModel:
     """Bytes per attach point of the layers that carry a state, over all of them."""
     state_grad_bytes: float = 0.0
     """Their gradients: the accumulators, and those of the child that is open."""
+    head_dim: int = 0
     max_scores: int = 0
     """Attention scores held at once, where scores are held at all; 0: nowhere."""
 
@@ -100,6 +102,16 @@ class MemoryModel:
             logit_chunk_elements=logit_chunk_elements,
             logit_slab_elements=logit_slab_elements,
             num_heads=d.heads,
+            head_dim=d.head_dim,
+        )
+
+    def with_one_output(self) -> MemoryModel:
+        """Return this for kernels whose output has its heads side by side already."""
+        copy = self.element_bytes * self.num_layers * self.num_heads * self.head_dim
+        return dataclasses.replace(
+            self,
+            graph_bytes=self.graph_bytes - copy,
+            part_graph_bytes=self.part_graph_bytes - copy,
         )
 
     def path(self, num_tokens: float, training: bool = True) -> float:
@@ -122,17 +134,24 @@ class MemoryModel:
         return _SCORE_PRODUCTS * acc * num_scores + kv
 
     def graph(
-        self, num_tokens: float, num_outputs: float, is_part: bool = False
+        self,
+        num_tokens: float,
+        num_outputs: float,
+        is_part: bool = False,
+        block_outputs: float | None = None,
     ) -> float:
         """Return the bytes of live graphs, with the logits that they keep.
 
         Args:
             is_part: they are graphs without MLPs and norms.
+            block_outputs: outputs per block, by default all: a block whose logits come
+                in several chunks keeps none of them.
         """
         graph_bytes = self.part_graph_bytes if is_part else self.graph_bytes
-        return num_tokens * graph_bytes + num_outputs * (
-            self.hidden_bytes + self.vocab_size * self.element_bytes
-        )
+        per_block = num_outputs if block_outputs is None else block_outputs
+        has_chunks = per_block * self.vocab_size > self.logit_chunk_elements
+        logits = 0 if has_chunks else self.vocab_size * self.element_bytes
+        return num_tokens * graph_bytes + num_outputs * (self.hidden_bytes + logits)
 
     def head_gradient(self, num_outputs: int) -> float:
         """Return the bytes of the gradient of the vocabulary's projection while a block
@@ -143,8 +162,15 @@ class MemoryModel:
         total = max(self.element_bytes, _FP32) * (has_chunks or is_half)
         return weight * (self.element_bytes + total)
 
-    def working(self, block_tokens: int, num_outputs: int) -> float:
-        """Return the bytes that one block needs temporarily, beside its graph."""
+    def working(
+        self, block_tokens: int, num_outputs: int, training: bool = False
+    ) -> float:
+        """Return the bytes that one block needs temporarily, beside its graph: for the
+        head, and when that is done, for a layer.
+
+        Args:
+            training: with the gradient of the vocabulary's projection.
+        """
         logits = min(
             num_outputs * self.vocab_size,
             max(self.logit_chunk_elements, self.vocab_size),
@@ -152,9 +178,10 @@ class MemoryModel:
         slab = min(logits, max(self.logit_slab_elements, self.vocab_size))
         scaled = _FP32 * (self.element_bytes < _FP32)  # half precision makes a copy
         head = slab * (max(self.element_bytes, _FP32) * _VALUES_PER_LOGIT + scaled)
+        head += self.head_gradient(num_outputs) if training else 0
         # gradients of a layer, and of the fragment's own K/V; a partial graph's MLP
         # runs again for them
         layers = block_tokens * self.graph_bytes / self.num_layers
         layers = _BACKWARD_LAYERS * layers + block_tokens * self.kv_bytes
         mask = block_tokens**2 * (1 + self.element_bytes)
-        return head + layers + mask
+        return max(head, layers) + mask if training else head + layers + mask

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from areal_dta.areal_fixes.fsdp2 import fill_missing_gradients, fsdp_modules
-from areal_dta.engine import DTAPPOActor, fsdp_gather_step, oom_retry
+from areal_dta.engine import DTAPPOActor, fsdp_gather_layer, fsdp_gather_step
 from areal_dta.executor.block import BlockRunner
 from tests.engine.builders import (
     actor_config,
@@ -130,7 +130,7 @@ def test_the_whole_model_is_gathered_where_it_fits(
 ):
     engine = engine_with(tiny_model)
     engine.runner.logger, records = log
-    monkeypatch.setattr(oom_retry, "usable_memory", lambda *args: 0.0)
+    monkeypatch.setattr(fsdp_gather_layer, "usable_memory", lambda *args: 0.0)
     assert_same_step(train_once(engine, grpo_batch()), expected)
     assert engine.runner.executor.pace.waits_for_others  # layer by layer
     assert "reshard=block: the whole model does not fit" in records[0]

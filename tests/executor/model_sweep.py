@@ -324,7 +324,10 @@ def judge(case: Case, build: Callable[[Case], PreTrainedModel] = build) -> Verdi
     tree = PrefixTree.from_sequences(batch)
     try:
         for block_tokens in BLOCK_TOKENS:
-            executor = TreeExecutor(model, ExecutorConfig(block_tokens))
+            # in short blocks with MLPs and norms run again, in long ones without
+            recompute = "mlp" if block_tokens == min(BLOCK_TOKENS) else "none"
+            config = ExecutorConfig(block_tokens, recompute=recompute)
+            executor = TreeExecutor(model, config)
             outputs = executor.forward(tree)
             errors = {
                 name: relative_error(_flat(outputs, name), _flat(want, name))

@@ -21,14 +21,15 @@ from areal_dta.executor.memory.budget import (
     choose_budgets,
     halved,
     is_out_of_memory,
-    measure_graph_bytes,
     needs_masked_softmax,
     pending_bytes,
     predict_memory,
     usable_memory,
 )
+from areal_dta.executor.memory.model_bytes import measure_graph_bytes
 from areal_dta.schedule import MemoryModel, Schedule, build_schedule
 from areal_dta.tree import PrefixTree
+from scripts.bench.meta_run import meta_model, peak_bytes
 from tests.executor.test_memory import counted
 from tests.models import VOCAB_SIZE, gradients, tiny_model
 
@@ -101,6 +102,35 @@ def test_peak_of_a_schedule_is_predicted(vocab_size, budgets, dtype):
     peak = counted(model, TreeExecutor(model, config), tree).peak
     predicted = peak_of(memory_of(model), build_schedule(tree, *budgets))
     assert 0.95 <= predicted / peak <= 1.6, predicted / peak
+
+
+@pytest.mark.parametrize("name, block, retain, recompute", [
+    ("1.7B", 2048, 0, "none"), ("1.7B", 4096, 0, "mlp"), ("1.7B", 2048, 8192, "mlp"),
+    ("8B", 2048, 8192, "none"), ("8B", 512, 0, "mlp"),
+])  # fmt: skip
+def test_peak_at_real_sizes_is_that_of_a_run_on_meta_tensors(
+    name, block, retain, recompute
+):
+    """All sizes but the number of layers, to which everything but the head is
+    proportional. Measured 0.96 to 1.12."""
+    sizes = {k: v for k, v in SHIPPED[name].items() if k != "ranks"}
+    config = Qwen3Config(
+        **(sizes | {"num_hidden_layers": 4}),
+        head_dim=128,
+        vocab_size=151_936,
+        tie_word_embeddings=name == "1.7B",
+    )
+    model = meta_model(config, torch.bfloat16)
+    path = list(range(8190))
+    tree = PrefixTree.from_sequences([[*path, 1, 1], [*path, 2, 2]])
+    run = ExecutorConfig(block, retain, kernel="flash_cuda", recompute=recompute)
+    memory = predict_memory(model, run)
+    chosen = choose_budgets(memory, 1e15, 8192, block, block, recompute=recompute)
+    # of the budgets at hand, not of those that a petabyte allows
+    graph = memory.graph(1, 1, recompute == "mlp", block_outputs=block)
+    predicted = chosen.predicted_bytes - chosen.retain_tokens * graph
+    predicted += max(block, retain) * graph
+    assert predicted == pytest.approx(peak_bytes(model, run, tree), rel=0.15)
 
 
 @pytest.mark.parametrize("mebibytes", [6, 10, 20, 60])
@@ -275,10 +305,11 @@ def shipped(name: str):
 
 @pytest.mark.parametrize("path", [8192, 16384, 32768])
 @pytest.mark.parametrize("card", [80, 141])
+@pytest.mark.parametrize("num_ranks", [8, 16])
 @pytest.mark.parametrize("name", SHIPPED)
-def test_shipped_configurations_get_blocks_that_are_fast(name, card, path):
+def test_shipped_configurations_get_blocks_that_are_fast(name, num_ranks, card, path):
     """At least 512 tokens, also where that is not predicted to fit: it is tried."""
-    model, groups, ranks = shipped(name)
+    model, groups, ranks = *shipped(name)[:2], num_ranks
     sizes = [sum(p.numel() for p in group) for group in groups]
     pending = pending_bytes(
         [(2 * n, 4 * n) for n in sizes],
@@ -298,8 +329,19 @@ def test_shipped_configurations_get_blocks_that_are_fast(name, card, path):
     assert budgets.block_tokens >= 512
     # 16 ranks gather 16 GB of 8B parameters and accumulate 33 GB of gradients each.
     assert budgets.fits == ((name, card) != ("8B", 80)), budgets
-    if budgets.fits:
-        assert budgets.block_tokens >= 2048, budgets
+    if not budgets.fits:  # gathered layer by layer, which reshard=auto then chooses
+        pending = pending_bytes(
+            [(2 * n, 4 * n) for n in sizes],
+            sum(sizes),
+            ranks,
+            trains=True,
+            has_moments=False,
+            is_layerwise=True,
+        )
+        usable = 0.85 * (card * 1e9 - sum(sizes) * 4 / ranks) - pending
+        largest = 4 * MAX_BLOCK_TOKENS["cuda"]
+        budgets = choose_budgets(memory, usable, path, largest, 512, recompute="auto")
+    assert budgets.fits and budgets.block_tokens >= 2048, budgets
 
 
 def test_a_reference_is_not_charged_for_gradients():

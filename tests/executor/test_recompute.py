@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor, oracle
-from areal_dta.executor.memory.budget import measure_graph_bytes, predict_memory
+from areal_dta.executor.memory.budget import predict_memory
+from areal_dta.executor.memory.model_bytes import measure_graph_bytes
 from areal_dta.executor.memory.recompute import PartRecompute
 from areal_dta.tree import PrefixTree
 from tests.builders import random_batch

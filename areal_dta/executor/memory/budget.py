@@ -14,13 +14,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -30,9 +28,7 @@ from areal_dta.executor.fused_logprobs import slab_elements
 from areal_dta.executor.kernels import accumulation_dtype
 from areal_dta.executor.kernels.masked_softmax import MAX_SCORES
 from areal_dta.executor.states.kinds import stateful_layers
-from areal_dta.executor.tree_executor import TreeExecutor
 from areal_dta.schedule import MemoryModel
-from areal_dta.tree import PrefixTree
 
 # Larger blocks are no faster on a CPU (docs/log.md); a GPU needs more work per call.
 MAX_BLOCK_TOKENS = {"cpu": 512, "cuda": 4096}
@@ -40,7 +36,6 @@ MIN_BLOCK_TOKENS = 32
 # Below this a GPU is slower than dense training. Where it is predicted not to fit it is
 # tried all the same: predictions are upper bounds, and out of memory is retried.
 MIN_CHOSEN_BLOCK = {"cpu": MIN_BLOCK_TOKENS, "cuda": 512}
-_MEASURED_TOKENS = 128
 # Seconds of a pass, relative to one with large blocks and whole graphs. From the
 # roofline model of an H200: blocks of an eighth of the largest take 1.85 times as long,
 # GEMMs grow by a sixth where MLPs run again, and the forward of trunks that are run
@@ -71,12 +66,10 @@ class Budgets:
 
     def apply(self, config: ExecutorConfig, retain: bool = True) -> ExecutorConfig:
         """Return ``config`` with these; ``retain``: with ``retain_tokens`` too."""
-        config = dataclasses.replace(
-            config, block_tokens=self.block_tokens, recompute=self.recompute
-        )
-        if retain:
-            config = dataclasses.replace(config, retain_tokens=self.retain_tokens)
-        return config
+        config = dataclasses.replace(config, recompute=self.recompute)
+        kept = self.retain_tokens if retain else config.retain_tokens
+        block = self.block_tokens
+        return dataclasses.replace(config, block_tokens=block, retain_tokens=kept)
 
     def __str__(self) -> str:
         return (
@@ -113,7 +106,7 @@ def predict_memory(
         state_grad_bytes=float(2 * (elements + tails) * acc),
     )
     if not needs_masked_softmax(sizes, parameter.device.type, dtype):
-        return memory
+        return memory if parameter.device.type == "cpu" else memory.with_one_output()
     return dataclasses.replace(memory, max_scores=MAX_SCORES)
 
 
@@ -186,14 +179,16 @@ def _largest_budgets(
     block = max_block
     while True:
         # K/V: the path buffer, and the trunks of the fragments that make it up
-        fixed = memory.path(2 * longest_path + block, training)
-        fixed += memory.working(block, block) + memory.scores(block, longest_path)
+        fixed = memory.path(2 * longest_path, training) + block * memory.kv_bytes
+        fixed += memory.working(block, block, training)
+        fixed += memory.scores(block, longest_path)
         # States where blocks of the path hang on one another, and at two forks more.
         fixed += memory.states(longest_path / block + 2, training)
-        fixed += memory.head_gradient(block) if training else 0
         left = usable_bytes - fixed
         # A forward alone holds what one layer makes, which `working` has.
-        graph_token = memory.graph(1, 1, is_part) if training else memory.hidden_bytes
+        graph_token = memory.hidden_bytes
+        if training:
+            graph_token = memory.graph(1, 1, is_part, block_outputs=block)
         if left >= block * graph_token or block <= min_block:
             break
         block = max(min_block, block // 2)
@@ -237,6 +232,22 @@ def halved(
         retain = retain // 2 if retain // 2 > block else 0
         return dataclasses.replace(config, retain_tokens=retain)
     return smaller_block if can_shrink else None
+
+
+def shortage_advice(config: ExecutorConfig, is_layerwise: bool) -> str:
+    """Return what to do where budgets cannot be made smaller."""
+    budgets = (
+        f"block_tokens={config.block_tokens}, retain_tokens={config.retain_tokens}"
+    )
+    if is_layerwise:
+        return (
+            f"actor.dta: {budgets}, reshard=block: ranks in step cannot repeat a "
+            "step; set smaller budgets"
+        )
+    return (
+        f"actor.dta: {budgets} cannot be made smaller; reshard=block, more ranks "
+        "or shorter sequences need less memory"
+    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -352,62 +363,3 @@ def pending_bytes(
     if trains and not has_moments:
         pending += _ADAM_BYTES * num_trainable / num_ranks
     return pending
-
-
-def measure_graph_bytes(
-    model: PreTrainedModel,
-    config: ExecutorConfig | None = None,
-    num_tokens: int = _MEASURED_TOKENS,
-    outputs: str = "logprobs",
-) -> float:
-    """Measure the bytes per token that autograd saves, on a block of ``num_tokens``.
-
-    One output is needed, so that the logits, whose number the batch decides, are left
-    out; the last layer runs on all tokens, as where all outputs are needed. No gradient
-    is computed.
-    """
-    config = config or ExecutorConfig()
-    config = dataclasses.replace(
-        config, block_tokens=num_tokens, retain_tokens=None, whole_last_layer=True
-    )
-    length = num_tokens + (outputs == "logprobs")  # the last token is a label only
-    tree = PrefixTree.from_sequences([np.zeros(length, np.int64)])
-    read = np.zeros(num_tokens, bool)
-    read[-1] = True
-    with _saved_bytes(model) as saved:
-        TreeExecutor(model, config, outputs).forward_backward(
-            tree, lambda index, *outputs: torch.zeros(()), [read]
-        )
-    return sum(saved.values()) / num_tokens
-
-
-@contextmanager
-def _saved_bytes(model: PreTrainedModel) -> Iterator[dict[int, int]]:
-    """Record storages saved for a backward, except parameters: key -> bytes."""
-    existing = [*model.parameters(), *model.buffers()]
-    known = {_storage_key(t) for t in existing}
-    saved: dict[int, int] = {}
-    alive: list[Tensor] = []  # addresses are reused once a tensor is gone
-
-    def pack(tensor: Tensor) -> Tensor:
-        # Index arrays are pieces of one buffer, which belongs to the tree.
-        nbytes = tensor.numel() * tensor.element_size()
-        if not tensor.is_floating_point() and (
-            tensor.untyped_storage().nbytes() > nbytes
-        ):
-            return tensor
-        key = _storage_key(tensor)
-        if key not in known and not isinstance(tensor, torch.nn.Parameter):
-            saved[key] = tensor.untyped_storage().nbytes()
-            alive.append(tensor.detach())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved
-    alive.clear()
-
-
-def _storage_key(tensor: Tensor) -> int:
-    if hasattr(tensor, "to_local"):  # a sharded parameter
-        tensor = tensor.to_local()
-    return int(tensor.untyped_storage().data_ptr())

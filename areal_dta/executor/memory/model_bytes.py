@@ -6,8 +6,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+import numpy as np
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_dta.executor.config import ExecutorConfig
@@ -15,11 +19,13 @@ from areal_dta.executor.memory.budget import (
     MIN_CHOSEN_BLOCK,
     Budgets,
     choose_budgets,
-    measure_graph_bytes,
     predict_memory,
 )
 from areal_dta.executor.tree_executor import TreeExecutor
 from areal_dta.schedule import MemoryModel
+from areal_dta.tree import PrefixTree
+
+_MEASURED_TOKENS = 128
 
 
 def measured_memory(
@@ -77,3 +83,62 @@ def budgets_beside_whole_model(
     return choose_budgets(
         memory, usable_bytes, longest_path, block, block, training, config.recompute
     )
+
+
+def measure_graph_bytes(
+    model: PreTrainedModel,
+    config: ExecutorConfig | None = None,
+    num_tokens: int = _MEASURED_TOKENS,
+    outputs: str = "logprobs",
+) -> float:
+    """Measure the bytes per token that autograd saves, on a block of ``num_tokens``.
+
+    One output is needed, so that the logits, whose number the batch decides, are left
+    out; the last layer runs on all tokens, as where all outputs are needed. No gradient
+    is computed.
+    """
+    config = config or ExecutorConfig()
+    config = dataclasses.replace(
+        config, block_tokens=num_tokens, retain_tokens=None, whole_last_layer=True
+    )
+    length = num_tokens + (outputs == "logprobs")  # the last token is a label only
+    tree = PrefixTree.from_sequences([np.zeros(length, np.int64)])
+    read = np.zeros(num_tokens, bool)
+    read[-1] = True
+    with _saved_bytes(model) as saved:
+        TreeExecutor(model, config, outputs).forward_backward(
+            tree, lambda index, *outputs: torch.zeros(()), [read]
+        )
+    return sum(saved.values()) / num_tokens
+
+
+@contextmanager
+def _saved_bytes(model: PreTrainedModel) -> Iterator[dict[int, int]]:
+    """Record storages saved for a backward, except parameters: key -> bytes."""
+    existing = [*model.parameters(), *model.buffers()]
+    known = {_storage_key(t) for t in existing}
+    saved: dict[int, int] = {}
+    alive: list[Tensor] = []  # addresses are reused once a tensor is gone
+
+    def pack(tensor: Tensor) -> Tensor:
+        # Index arrays are pieces of one buffer, which belongs to the tree.
+        nbytes = tensor.numel() * tensor.element_size()
+        if not tensor.is_floating_point() and (
+            tensor.untyped_storage().nbytes() > nbytes
+        ):
+            return tensor
+        key = _storage_key(tensor)
+        if key not in known and not isinstance(tensor, torch.nn.Parameter):
+            saved[key] = tensor.untyped_storage().nbytes()
+            alive.append(tensor.detach())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield saved
+    alive.clear()
+
+
+def _storage_key(tensor: Tensor) -> int:
+    if hasattr(tensor, "to_local"):  # a sharded parameter
+        tensor = tensor.to_local()
+    return int(tensor.untyped_storage().data_ptr())
