@@ -126,7 +126,7 @@ def run_on_meta(
         range(sizes.num_hidden_layers),
         LayerAttention(_Anything(), window=None, scale=head_dim**-0.5, softcap=None),
     )
-    executor._knows_last_layer = True
+    executor._is_profiled = executor._knows_last_layer = True
     with (
         mock.patch.object(FlashCudaKernel, "supports", return_value=True),
         # which the meta device does not have
