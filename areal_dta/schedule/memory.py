@@ -177,7 +177,8 @@ class MemoryModel:
         )
         slab = min(logits, max(self.logit_slab_elements, self.vocab_size))
         scaled = _FP32 * (self.element_bytes < _FP32)  # half precision makes a copy
-        head = slab * (max(self.element_bytes, _FP32) * _VALUES_PER_LOGIT + scaled)
+        per_logit = max(self.element_bytes, _FP32) * _VALUES_PER_LOGIT + scaled
+        head = float(slab * per_logit)
         head += self.head_gradient(num_outputs) if training else 0
         # gradients of a layer, and of the fragment's own K/V; a partial graph's MLP
         # runs again for them
