@@ -20,6 +20,8 @@ random model of each type, every option at its default unless named in brackets 
 under the model's own eager attention, in blocks of {blocks} tokens.
 * **refused**: training stops with this message before it changes a number.
 * **not built**: Transformers cannot build the type or run it on token ids alone.
+* `nemotron_h` is exact up to one chunk of its scan (`chunk_size`): beyond it \
+Transformers 5.3 adds states up wrongly on CPUs, and the tree does not do so.
 
 {counts}.
 
