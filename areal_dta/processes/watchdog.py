@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 class Watchdog:
@@ -71,6 +72,10 @@ class Watchdog:
         """
         with self._changed:
             self._is_watching = True
+        # Shells start background jobs with SIGINT ignored: then ours alone counts.
+        is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+        if is_ignored:
+            signal.signal(signal.SIGINT, self._interrupt)
         try:
             yield
         except KeyboardInterrupt:
@@ -81,6 +86,12 @@ class Watchdog:
             with self._changed:
                 self._is_watching = False
                 self._deadline = None
+            if is_ignored:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if self._reason:
+            raise KeyboardInterrupt
 
     def close(self) -> None:
         with self._changed:

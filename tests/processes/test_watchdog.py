@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -11,6 +12,16 @@ import pytest
 from areal_dta.processes.watchdog import Watchdog
 
 WAIT_SECONDS = 30.0  # as long as a test could hang if nothing interrupted it
+
+
+@pytest.fixture(autouse=True, params=["foreground", "background"])
+def sigint(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Shells start background jobs with SIGINT ignored."""
+    is_ignored = request.param == "background"
+    handler = signal.SIG_IGN if is_ignored else signal.default_int_handler
+    before = signal.signal(signal.SIGINT, handler)
+    yield request.param
+    assert signal.signal(signal.SIGINT, before) is handler
 
 
 @pytest.fixture
@@ -69,6 +80,12 @@ def test_what_ignores_the_interrupt_is_ended(
             while not stuck and time.monotonic() < deadline:
                 time.sleep(0.05)
     assert stuck == [1]
+
+
+def test_an_ignored_interrupt_stays_ignored(watchdog: Watchdog, sigint: str) -> None:
+    if sigint == "background":
+        with watchdog.watching():
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_ctrl_c_stays_ctrl_c(watchdog: Watchdog) -> None:
