@@ -48,6 +48,8 @@ class Chosen:
     path_tokens: int
     block_tokens: int
     retain_tokens: int
+    recompute: str
+    """What is run again inside a block: see ``actor.dta.recompute``."""
     predicted_bytes: float
     usable_bytes: float
     fits: bool
@@ -179,6 +181,7 @@ def _chosen(
         path_tokens,
         largest,
         MIN_CHOSEN_BLOCK[device],
+        recompute="auto",
     )
     beside = resident + pending
     return Chosen(
@@ -188,6 +191,7 @@ def _chosen(
         path_tokens=path_tokens,
         block_tokens=budgets.block_tokens,
         retain_tokens=budgets.retain_tokens,
+        recompute=budgets.recompute,
         predicted_bytes=budgets.predicted_bytes + beside,
         usable_bytes=budgets.usable_bytes + beside,
         fits=budgets.fits,

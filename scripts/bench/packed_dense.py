@@ -207,5 +207,6 @@ class AutoTree(Tree):
             max(work.lengths),
             MAX_BLOCK_TOKENS[device.type],
             MIN_CHOSEN_BLOCK[device.type],
+            recompute="auto",
         )
         return budgets.apply(config)

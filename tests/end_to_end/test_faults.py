@@ -91,6 +91,23 @@ def test_a_killed_process_loses_nothing(
     check_continuation(tmp_path, *RESUMABLE)
 
 
+def test_a_rejected_result_is_replaced_in_the_same_step(tmp_path: Path) -> None:
+    """Without staleness to spare the run stood still at the first rejection."""
+    overrides = (
+        "workflow=scripts.bench.soak_workflow.SoakWorkflow",
+        "train_dataset.dataset_kwargs={num_problems: 20000}",  # the 27th is damaged
+        "rollout.max_head_offpolicyness=0",
+        "gconfig.max_new_tokens=64",
+        "total_train_steps=8",
+    )
+    with RunningLaunch(tmp_path, *overrides) as run:
+        assert run.wait(timeout_seconds=400) == 0, run.text()
+        records = run.metrics()
+    assert len(records) == 8
+    counts = [record["collector"]["collector/rejected/version"] for record in records]
+    assert sum(counts) > 0
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of few megabytes."""
