@@ -91,6 +91,7 @@ def test_flash_attention_is_left_alone(tiny_model, monkeypatch):
     assert replaced == ["areal_dta_packed_sdpa"]
 
 
-class Recorder:
+class Recorder(torch.nn.Module):
     def __init__(self, replaced):
+        super().__init__()
         self.set_attn_implementation = functools.partial(list.append, replaced)

@@ -246,11 +246,11 @@ def test_gradients_that_do_not_reach_the_path(monkeypatch, channel):
 
     original = Traversal._backward
 
-    def backward(self, fragment, block, opened):
+    def backward(self, block, opened):
         if opened is not None:
             grads = getattr(opened.trunk, f"grad_{channel[0]}")
             grads[1].zero_()
-        original(self, fragment, block, opened)
+        original(self, block, opened)
 
     monkeypatch.setattr(Traversal, "_backward", backward)
     assert_found(build(), r"gradients of layer 1 ")
