@@ -247,7 +247,10 @@ def memory() -> str:
 
 
 def end_to_end() -> str:
-    return end_to_end_table(load("end-to-end.json")["workloads"])
+    names = "end-to-end.json", "end-to-end-tau2.json"
+    return end_to_end_table(
+        {k: v for n in names for k, v in load(n)["workloads"].items()}
+    )
 
 
 def dispatch(part: str) -> str:
