@@ -113,7 +113,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of few megabytes."""
     mount = tmp_path / "disk"
     mount.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(mount)]
+    command = ["mount", "-t", "tmpfs", "-o", "size=96m", "tmpfs", str(mount)]
     if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
         pytest.skip("needs the right to mount a file system")
     yield mount
@@ -126,13 +126,12 @@ def test_full_disk_at_checkpoint_time(tmp_path: Path, small_disk: Path) -> None:
     run_dir = small_disk / "gsm8k-grpo" / "trial0"
     with RunningLaunch(tmp_path, *overrides) as run:
         run.wait_for_step(1)
-        with open(filler, "wb") as file:  # until nothing fits any more
-            try:
-                while True:
+        try:
+            with open(filler, "wb", buffering=0) as file:
+                while True:  # until nothing fits any more
                     file.write(b"\0" * 4096)
-                    file.flush()
-            except OSError:
-                pass
+        except OSError:
+            pass
         code = run.wait(timeout_seconds=400)
         run.wait_until_empty()
         assert code == 1
