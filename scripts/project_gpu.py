@@ -27,6 +27,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch  # noqa: E402
 from bench.workloads import TEMPLATES, WORKLOADS, Sizes, make_workloads  # noqa: E402
+from projection.passes import MODELS  # noqa: E402
 from projection.project import CHOICES, Projector  # noqa: E402
 from projection.rates import load_rates  # noqa: E402
 from projection.table import markdown, one_line  # noqa: E402
@@ -63,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     torch.set_num_threads(1)
     rates = load_rates(card_name(args.card))
     sizes = Sizes(
-        vocab_size=151936,
+        vocab_size=MODELS["8b"]["vocab_size"],
         path_tokens=args.path_tokens,
         max_sequences=args.max_sequences,
         template=args.template,

@@ -103,7 +103,7 @@ def inspect_machine() -> Machine:
             )
     return Machine(
         python=platform.python_version(),
-        processor=_processor(),
+        processor=processor_name(),
         cores=len(os.sched_getaffinity(0)),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         versions=versions,
@@ -273,7 +273,8 @@ def _num_driver_cards() -> int:
     return len(list(shown.iterdir())) if shown.is_dir() else 0
 
 
-def _processor() -> str:
+def processor_name() -> str:
+    """Return the name of the processor."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

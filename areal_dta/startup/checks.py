@@ -165,6 +165,8 @@ def check_hardware(run: ResolvedRun, choices: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"{key} needs GPUs; use {model.name}.backend=dta:d1 or fsdp:d1"
             )
+        if backend.engine == "dta":
+            _check_kernel(model, uses_gpus)
     if run.rollout is None or run.actor.config.scheduling_spec[0].gpu > 0:
         return
     if run.actor.config.weight_update_mode == "xccl":
@@ -176,6 +178,23 @@ def check_hardware(run: ResolvedRun, choices: Mapping[str, str]) -> None:
         raise ConfigError(
             f"rollout.backend={run.rollout.config.backend} needs a GPU; "
             "use rollout.backend=local:d1, or hardware=gpu"
+        )
+
+
+def _check_kernel(model: Section, uses_gpus: bool) -> None:
+    """Check that the attention kernel that is asked for runs on the trainers' device.
+
+    Whether Triton and the card are right for it, a worker finds out at its first call.
+    """
+    kernel = model.config.dta.kernel
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    is_for_gpus = kernel == "flash_cuda" or (
+        kernel == "triton_tree" and not is_interpreted
+    )
+    if (is_for_gpus and not uses_gpus) or (kernel == "flash_cpu" and uses_gpus):
+        raise ConfigError(
+            f"{model.name}.dta.kernel={kernel}, but {model.name} trains on "
+            f"{'GPUs' if uses_gpus else 'CPUs'}; use {model.name}.dta.kernel=auto"
         )
 
 

@@ -7,23 +7,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3_5TextConfig, Qwen3Config
 
-_FIELDS = (
-    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
-    "num_key_value_heads head_dim"
-).split()
-# At the lengths of tau2, `20m` spends about the same share of its FLOPs on the
-# vocabulary as Qwen3-0.6B (18 % and 17 % at 6,000 tokens), which is what outputs at
-# loss positions only save.
+from areal_dta.inspect.models import FIELDS
+from areal_dta.inspect.models import SHAPES as SIZES
+
 SHAPES: dict[str, dict[str, Any]] = {
-    name: dict(zip(_FIELDS, sizes, strict=True))
-    for name, sizes in {
-        "tiny": (512, 64, 128, 2, 4, 2, 16),
-        "2m": (8192, 128, 384, 2, 2, 1, 64),
-        "20m": (32768, 256, 768, 16, 4, 2, 64),
-        "qwen3-0.6b": (151936, 1024, 3072, 28, 16, 8, 128),
-        "qwen3-1.7b": (151936, 2048, 6144, 28, 16, 8, 128),
-        "qwen3-8b": (151936, 4096, 12288, 36, 32, 8, 128),
-    }.items()
+    name: dict(zip(FIELDS, SIZES[name], strict=True))
+    for name in ("tiny", "2m", "20m", "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b")
 }
 # Three of four layers carry a state, as in Qwen3.5.
 SHAPES["qwen3.5-20m"] = SHAPES["20m"] | {

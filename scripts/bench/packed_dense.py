@@ -43,7 +43,7 @@ PACK_TOKENS = 32768
 _ROWS = 1024
 _ATTENTION = "bench_packed_dense"
 _lengths: list[Lengths] = []
-"""Of the pack that runs; the attention function gets nothing of ours."""
+"""Lengths in the pack that runs; the attention function gets nothing of ours."""
 
 
 def pack(lengths: Sequence[int], max_tokens: int = PACK_TOKENS) -> list[list[int]]:

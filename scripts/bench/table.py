@@ -14,6 +14,7 @@ import torch
 import transformers
 
 import areal_dta
+from areal_dta.doctor.machine import processor_name
 from bench.measure import Measurement
 from bench.models import SHAPES
 from bench.workloads import Work
@@ -74,7 +75,7 @@ def workload_report(work: Work, measurements: Sequence[Measurement]) -> dict[str
 def machine(device: torch.device) -> dict[str, Any]:
     """Return where this runs, and with which versions."""
     return {
-        "processor": _processor(),
+        "processor": processor_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load_average": round(os.getloadavg()[0], 1),
@@ -166,12 +167,3 @@ _COLUMNS: dict[str, Cell] = {
     "tokens run": _number("num_tokens", ","),
     "gradient error": _number("gradient_error", ".1e"),
 }
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -58,10 +58,10 @@ class Op:
     num_bytes: float = 0.0
     launches: int = 1
     shape: tuple[int, ...] = ()
-    """Of a product: rows, columns, length of the sum."""
+    """Rows, columns and length of the sum of a matrix product."""
     batch: int = 1
     tiles: float = 0.0
-    """Of flash attention: independent pieces of work."""
+    """Independent pieces of work of flash attention."""
     is_half: bool = True
     syncs: int = 0
 

@@ -26,41 +26,32 @@ from areal_dta.executor.attention import LayerAttention
 from areal_dta.executor.kernels.flash_cuda import Lengths
 from areal_dta.executor.last_layer import LastLayer, decoder_layers
 from areal_dta.executor.layout import tree_arrays
+from areal_dta.inspect.models import FIELDS, SHAPES
 from areal_dta.tree import PrefixTree
 from projection.op_log import Op, OpLog, Segment
 from tests.executor import fake_cuda
 
 _DENSE_ATTENTION = "projection_dense"
 _FSDP_BYTES = 10
-"""Per parameter and backward: a bf16 gradient is read, an fp32 sum read and written."""
+"""Bytes per parameter and backward pass: a bf16 gradient is read, an fp32 sum read and
+written."""
 _LOSS_LAUNCHES, _LOSS_SYNCS = 99, 13
-"""Of AReaL's GRPO loss, per call."""
+"""Launches and synchronisations of AReaL's GRPO loss per call."""
 
-MODELS: dict[str, tuple[int, int, int, int, int, bool]] = {
-    # hidden, intermediate, layers, heads, key heads, whether embeddings are tied
-    "0.6b": (1024, 3072, 28, 16, 8, True),
-    "1.7b": (2048, 6144, 28, 16, 8, True),
-    "4b": (2560, 9728, 36, 32, 8, True),
-    "8b": (4096, 12288, 36, 32, 8, False),
-    "14b": (5120, 17408, 40, 40, 8, False),
-    "32b": (5120, 25600, 64, 64, 8, False),
+MODELS: dict[str, dict[str, int]] = {
+    name.removeprefix("qwen3-"): dict(zip(FIELDS, shape, strict=True))
+    for name, shape in SHAPES.items()
+    if name.startswith("qwen3-")
 }
-"""Shapes of Qwen3, with 128 dimensions per head and 151,936 tokens."""
+"""Options of the configuration per size of Qwen3."""
+_TIED = ("0.6b", "1.7b", "4b")
 
 
 def qwen3_config(name: str, num_layers: int) -> Qwen3Config:
     """Return the configuration of a model with so many of its layers."""
-    hidden, intermediate, _, heads, kv_heads, is_tied = MODELS[name]
+    sizes: dict[str, Any] = MODELS[name] | {"num_hidden_layers": num_layers}
     return Qwen3Config(
-        vocab_size=151936,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=128,
-        tie_word_embeddings=is_tied,
-        max_position_embeddings=40960,
+        **sizes, tie_word_embeddings=name in _TIED, max_position_embeddings=40960
     )
 
 

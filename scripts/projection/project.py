@@ -77,7 +77,7 @@ class Projector:
                 segment = segment.plus(forward, float(num_layers))
             segments.append(segment)
             del of_layer
-        hidden, longest = MODELS[model][0], min(32768, sum(self._lengths))
+        hidden, longest = MODELS[model]["hidden_size"], min(32768, sum(self._lengths))
         of_one = (passes[1].peak_bytes - passes[0].peak_bytes) / (
             _LAYERS[1] - _LAYERS[0]
         )
@@ -136,7 +136,8 @@ class Projector:
         ]
 
     def _num_layers(self, model: str) -> int:
-        return min(MODELS[model][2], self._max_layers or MODELS[model][2])
+        num_layers = MODELS[model]["num_hidden_layers"]
+        return min(num_layers, self._max_layers or num_layers)
 
     def _project(self, model: str, run: Callable[[int], Pass]) -> dict[str, Any]:
         num_layers = self._num_layers(model)

@@ -96,7 +96,7 @@ def load_rates(name: str) -> Rates:
     if name.lower() in CARDS:
         return CARDS[name.lower()]
     path = Path(name)
-    if not path.exists():
+    if not path.is_file():
         raise ValueError(f"--card {name}: expected one of {sorted(CARDS)} or a file")
     text = path.read_text()
     values: dict[str, Any] = (

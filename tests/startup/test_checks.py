@@ -41,6 +41,7 @@ def check(*overrides: str, name: str = "gsm8k_grpo") -> list[str]:
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
 @pytest.fixture
@@ -63,6 +64,8 @@ def test_the_main_job_passes(no_gpu: None, backend: str) -> None:
         (["rollout.backend=loca:d1"], "did you mean 'local'"),
         (["rollout.backend=sglang:d1"], "needs a GPU; use rollout.backend=local:d1"),
         (["actor.backend=megatron:d1"], "needs GPUs; use actor.backend=dta:d1"),
+        (["actor.dta.kernel=triton_tree"], "trains on CPUs; use .*kernel=auto"),
+        (["actor.dta.kernel=flash_cuda"], "actor.dta.kernel=flash_cuda, but actor"),
         (["actor.weight_update_mode=xccl"], "use actor.weight_update_mode=disk"),
         (["actor.reward_norm.group_size=4"], "group_size=4 would mix prompts"),
         (["total_train_steps=0"], "total_train_steps=0; expected >= 1"),

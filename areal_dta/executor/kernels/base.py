@@ -113,7 +113,7 @@ class Term(NamedTuple):
     mask: Mask
     scoring: Scoring
     path: PathKeys | None = None
-    """With kernels that take the path: keys before those of the block."""
+    """Keys before those of the block, with kernels that take the path."""
 
 
 class AttentionKernel(Protocol):

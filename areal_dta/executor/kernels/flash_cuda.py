@@ -46,7 +46,7 @@ class Lengths:
     is_causal: bool
     """Bottom-right aligned."""
     window: int | None = None
-    """Under causal attention: a query sees the last so many keys; None: all."""
+    """Number of keys that a query sees under causal attention; None: all."""
 
     @property
     def options(self) -> dict[str, int]:

@@ -36,7 +36,7 @@ class Tiling:
     backward_keys: int
     warps: int = 4
     backward_warps: int = 4
-    """In the pass over keys, which holds two gradients in registers."""
+    """Warps of the pass over keys, which holds two gradients in registers."""
     stages: int = 2
 
 

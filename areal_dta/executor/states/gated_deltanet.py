@@ -28,7 +28,7 @@ CLASSES = frozenset(
     }
 )
 _EPS = 1e-6
-"""Of the norms of queries and keys, in Transformers as in FLA."""
+"""Epsilon of the norms of queries and keys, in Transformers as in FLA."""
 
 
 def gated_deltanet(module: Any) -> StatefulLayer:
