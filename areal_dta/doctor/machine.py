@@ -26,7 +26,6 @@ PACKAGES = (
     "vllm",
     "flash-attn",
     "flash-attn-4",
-    "liger-kernel",
     "flash-linear-attention",
 )
 _PINNED = frozenset({"torch", "triton", "transformers"})
@@ -241,8 +240,11 @@ def _notes(machine: Machine) -> list[str]:
             "flash-attn is not installed: the dense engines use sdpa; the tree engine "
             "uses the flash attention that comes with torch"
         )
-    if "liger-kernel" not in versions:
-        found.append("liger-kernel is not installed: norms and MLPs are not fused")
+    if "triton" not in versions:
+        found.append(
+            "triton is not installed: norms and MLPs are not fused (dta.fused_layers), "
+            "and there is no kernel=triton_tree"
+        )
     return found
 
 

@@ -10,7 +10,8 @@ token (linear attention, state-space layers, short convolutions) know nothing of
 
 AReaL's engine also makes as many micro-batches on every rank as on the rank with the
 most, none of them empty. Actors and critics here take any number of rows per rank:
-placeholder rows make up for those that are missing.
+placeholder rows make up for those that are missing. On a GPU, norms, SwiGLU and rotary
+embeddings run as the same fused kernels as in the tree engine (``dta.fused_layers``).
 """
 
 # T = packed tokens, N = query heads, K = key/value heads, H = head dim
@@ -46,6 +47,7 @@ from areal_dta.engine.loss import traits_of
 from areal_dta.engine.placeholder_rows import placeholder_rows, template_of
 from areal_dta.engine.row_dispatch import RowDispatch
 from areal_dta.engine.row_share import Item
+from areal_dta.engine.setting_checks import option
 from areal_dta.engine.statistics import LossStatistics
 from areal_dta.engine.watch.skipped_steps import report_skipped_step
 from areal_dta.executor.checks.multimodal import (
@@ -54,6 +56,7 @@ from areal_dta.executor.checks.multimodal import (
     text_inputs,
 )
 from areal_dta.executor.checks.state_layers import layers_with_state
+from areal_dta.executor.fused import FusedLayers
 
 PACKED_ATTENTION = "areal_dta_packed_sdpa"
 _IGNORE_PACKING = ("sdpa", "eager")
@@ -71,6 +74,14 @@ class DenseEngine(RecoverableEngine):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.is_vision_model = is_multimodal(self.model_config)  # decides how it loads
+
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
+        super().initialize(*args, **kwargs)
+        # As the tree engine does, so that the two compare. The model is sharded now.
+        fused = FusedLayers(self.model, option(self.config, "fused_layers"))
+        fused.install()
+        if fused.replaced or fused.left:
+            self.logger.info(f"dta.fused_layers={fused}")
 
     def _create_device_model(self) -> None:
         super()._create_device_model()

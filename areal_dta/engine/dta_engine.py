@@ -140,6 +140,9 @@ class DTAEngine(RecoverableEngine):
         self.runner = TreeRunner(
             self.model, self.config, self.cpu_group, self.logger, optimizer
         )
+        fused = self.runner.executor.fuse()
+        if fused.replaced or fused.left:
+            self.logger.info(f"dta.fused_layers={fused}")
         try:
             self._flop_model = FlopModel.from_config(
                 self.model_config, self.config.is_critic

@@ -61,6 +61,7 @@ from areal_dta.tree import PrefixTree
 
 ResultT = TypeVar("ResultT")
 
+_OPTIONS = ("kernel", "router_load", "recompute", "fused_layers")
 _TRIAL_PATH = 4096  # tokens above the block on which attention kernels are timed
 _PATIENCE = 8  # passes after which larger budgets are tried again; doubled each time
 _MAX_PATIENCE = 1024
@@ -92,9 +93,7 @@ class TreeRunner:
             model,
             ExecutorConfig(
                 temperature=config.temperature,
-                kernel=option(config, "kernel"),
-                router_load=option(config, "router_load"),
-                recompute=option(config, "recompute"),
+                **{name: option(config, name) for name in _OPTIONS},
                 **{name: n for name, n in budgets.items() if n != "auto"},
             ),
             outputs="values" if config.is_critic else "logprobs",

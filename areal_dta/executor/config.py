@@ -39,6 +39,9 @@ class ExecutorConfig:
     MLPs and norms, in all of them; ``auto``, in those graphs that wait for their
     backward where that saves time within ``retain_tokens``."""
 
+    fused_layers: str = "auto"
+    """RMSNorm, SwiGLU and rotary embeddings as one Triton kernel each: ``auto``, on a
+    GPU, those that agree with the model's own layers; ``on``, all; ``off``, none."""
     router_load: bool = False
     """Count the tokens of each expert of a mixture; see ``expert_load``."""
     attention_backend: InitVar[str | None] = None
@@ -61,6 +64,10 @@ class ExecutorConfig:
         if self.recompute not in ("none", "mlp", "auto"):
             raise ValueError(
                 f"recompute={self.recompute!r}; expected none, mlp or auto"
+            )
+        if self.fused_layers not in ("auto", "on", "off"):
+            raise ValueError(
+                f"fused_layers={self.fused_layers!r}; expected auto, on or off"
             )
         if self.logit_chunk_elements < 1:
             raise ValueError(

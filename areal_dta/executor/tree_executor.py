@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,7 @@ from areal_dta.executor.block import (
 )
 from areal_dta.executor.checks.attention_profile import profile_attention
 from areal_dta.executor.config import ExecutionStats, ExecutorConfig
+from areal_dta.executor.fused import FusedLayers
 from areal_dta.executor.last_layer import LastLayer, find_last_layer
 from areal_dta.executor.memory.recompute import partial_graph
 from areal_dta.executor.model_refusals import check_model_supported, check_no_autocast
@@ -95,6 +96,8 @@ class TreeExecutor:
         self._head = make_head(outputs, model, self.config)
         self.layers: dict[int, LayerAttention] = {}
         """What each layer asks of its attention; known from the first call on."""
+        self.fused: FusedLayers | None = None
+        """Layers that run as fused kernels during a call; known from ``fuse`` on."""
         self._last_layer: LastLayer | None = None
         self._knows_last_layer = self.config.whole_last_layer
         self._is_profiled = self._knows_randomness = False
@@ -254,6 +257,7 @@ class TreeExecutor:
                 with (
                     model_attention(self.model),
                     on_trees(stateful),
+                    nullcontext() if self.fused is None else self.fused.active(),
                     self.pace.traversal(schedule, lambda: self._idle_call(stateful)),
                 ):
                     self._walk(traversal, timer, schedule)
@@ -300,10 +304,21 @@ class TreeExecutor:
             else NeededOutputs.logprobs_at(tree, positions)
         )
 
+    def fuse(self) -> FusedLayers:
+        """Find the layers that have fused kernels, once: at the first call.
+
+        Raises:
+            ValueError: ``fused_layers=on`` is not possible; names what stands against.
+        """
+        if self.fused is None:
+            self.fused = FusedLayers(self.model, self.config.fused_layers)
+        return self.fused
+
     def profile(self, find_randomness: bool) -> None:
         """Learn what the layers ask of attention, once: at the first call."""
         if self._is_profiled and (self._knows_randomness or not find_randomness):
             return
+        self.fuse()
         with self.pace.together():
             self.layers = profile_attention(self.model, find_randomness)
             if not self._knows_last_layer:

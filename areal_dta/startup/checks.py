@@ -182,11 +182,11 @@ def check_hardware(run: ResolvedRun, choices: Mapping[str, str]) -> None:
 
 
 def _check_kernel(model: Section, uses_gpus: bool) -> None:
-    """Check that the attention kernel that is asked for runs on the trainers' device.
+    """Check that the kernels that are asked for run on the trainers' device.
 
-    Whether Triton and the card are right for it, a worker finds out at its first call.
+    Whether Triton and the card are right for them, a worker finds out as it starts.
     """
-    kernel = model.config.dta.kernel
+    kernel, fused = model.config.dta.kernel, model.config.dta.fused_layers
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     is_for_gpus = kernel == "flash_cuda" or (
         kernel == "triton_tree" and not is_interpreted
@@ -195,6 +195,11 @@ def _check_kernel(model: Section, uses_gpus: bool) -> None:
         raise ConfigError(
             f"{model.name}.dta.kernel={kernel}, but {model.name} trains on "
             f"{'GPUs' if uses_gpus else 'CPUs'}; use {model.name}.dta.kernel=auto"
+        )
+    if fused == "on" and not uses_gpus and not is_interpreted:
+        raise ConfigError(
+            f"{model.name}.dta.fused_layers=on, but {model.name} trains on CPUs; use "
+            f"{model.name}.dta.fused_layers=auto"
         )
 
 

@@ -19,7 +19,6 @@ GOOD = Machine(
         "areal": "1.0.4",
         "sglang": "0.5.10.post1",
         "flash-attn": "2.8.3",
-        "liger-kernel": "0.6.4",
     },
     torch_cuda="12.8",
     torch_archs=("sm_80", "sm_90", "sm_100"),
@@ -103,11 +102,11 @@ def test_architectures():
 
 
 def test_what_is_missing_is_noted():
-    missing = {"areal": None, "sglang": None, "flash-attn": None, "liger-kernel": None}
+    missing = {"areal": None, "sglang": None, "flash-attn": None, "triton": None}
     machine = changed(versions=missing, requirements={})
     assert not texts(machine, problems=True)
     notes = texts(machine, problems=False)
-    for word in ("AReaL", "embedded server", "flash-attn", "liger-kernel"):
+    for word in ("AReaL", "embedded server", "flash-attn", "norms and MLPs"):
         assert word in notes
 
 

@@ -1,5 +1,6 @@
 """The tree engine against AReaL's own, through the calls that AReaL makes."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,10 +12,12 @@ from areal.api.cli_args import (
 )
 from areal.engine.fsdp_engine import FSDPPPOActor
 from areal.utils import stats_tracker
+from transformers import Qwen3ForCausalLM
 
 from areal_dta.config.engine_options import DTAOptions
 from areal_dta.config.schema import DTAPPOActorConfig
 from areal_dta.engine import DensePPOActor, DTAPPOActor
+from areal_dta.executor.kernels.triton_ops import is_interpreted
 from tests.engine.builders import (
     actor_config,
     build_engine,
@@ -50,6 +53,31 @@ def tree(model, dta=None, **overrides):
     if dta is not None:
         config = DTAPPOActorConfig(**vars(config), dta=dta)
     return build_engine(DTAPPOActor, config)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not is_interpreted(), reason="needs TRITON_INTERPRET=1")
+def test_fused_layers_of_the_tree_engine_and_its_dense_twin(tiny_model):
+    """Both run the model's norms, SwiGLU and rotary embeddings as fused kernels, on
+    parameters that FSDP2 shards, and update as AReaL's engine does without."""
+    batch = grpo_batch(1, 3)
+    expected = train_once(stock(tiny_model, batch), batch)
+    options = DTAOptions(fused_layers="on")
+    fused = tree(tiny_model, options, ppo_n_minibatches=1)
+    replaced = {"Qwen3RMSNorm": 9, "Qwen3MLP": 2, "apply_rotary_pos_emb": 1}
+    assert fused.runner.executor.fused.replaced == replaced
+    assert_same_update(train_once(fused, batch), expected)
+    modeling = sys.modules[Qwen3ForCausalLM.__module__]
+    before = modeling.apply_rotary_pos_emb
+    try:
+        config = actor_config(tiny_model, mb_spec=one_sequence_each(3))
+        config = DTAPPOActorConfig(**vars(config), dta=options)
+        dense = build_engine(DensePPOActor, config)
+        assert "forward" in vars(dense.model.model.norm)
+        assert modeling.apply_rotary_pos_emb is not before
+        assert_same_update(train_once(dense, batch), expected)
+    finally:
+        modeling.apply_rotary_pos_emb = before
 
 
 @pytest.mark.parametrize("model", ["tiny_model", "tied_model"])

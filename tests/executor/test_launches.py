@@ -10,13 +10,17 @@ import torch
 from transformers import AttentionInterface
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor
-from areal_dta.executor.kernels.triton_ops import LAUNCHES, is_installed
+from areal_dta.executor.fused import LAUNCHES as FUSED_LAUNCHES
+from areal_dta.executor.fused import FusedLayers
+from areal_dta.executor.kernels.triton_ops import LAUNCHES as TREE_LAUNCHES
+from areal_dta.executor.kernels.triton_ops import is_installed
 from areal_dta.tree import PrefixTree
 from tests.executor import fake_cuda as fake
 from tests.executor.fake_cuda import fake_cuda, move
 from tests.models import VOCAB_SIZE, tiny_model
 
 SIZES = {"head_dim": 16, "hidden_size": 64}
+LAUNCHES = TREE_LAUNCHES | FUSED_LAUNCHES
 NO_KERNEL = ("empty", "detach", "alias", "_unsafe_view", "_reshape_alias", "sym_")
 
 
@@ -48,21 +52,23 @@ def flash(module, query, key, value, attention_mask, scaling=None, **kwargs):
 AttentionInterface.register("flash_for_count", flash)
 
 
-def dense(num_layers: int) -> int:
+def dense(num_layers: int, fused_layers: str) -> int:
     model = tiny_model("qwen3", torch.bfloat16, num_hidden_layers=num_layers, **SIZES)
     with fake_cuda() as calls:
         model = move(model)
         model.config._attn_implementation = "flash_for_count"
+        fused = FusedLayers(model, fused_layers)
         tokens = torch.zeros(1, 60, dtype=torch.int64, device="cuda")
         at = torch.zeros(1, 60, dtype=torch.int64, device="cuda")
         calls.names.clear()
-        hidden = model.model(tokens, position_ids=at, use_cache=False)
-        hidden = hidden.last_hidden_state
-        fake.backward([hidden], [torch.empty_like(hidden)])
+        with fused.active():
+            hidden = model.model(tokens, position_ids=at, use_cache=False)
+            hidden = hidden.last_hidden_state
+            fake.backward([hidden], [torch.empty_like(hidden)])
         return launches(calls.names)
 
 
-def tree(num_layers: int, batch, block_tokens: int) -> int:
+def tree(num_layers: int, fused_layers: str, batch, block_tokens: int) -> int:
     options = {"num_hidden_layers": num_layers, **SIZES}
     learned = TreeExecutor(tiny_model("qwen3", **options))
     learned.profile(find_randomness=False)
@@ -71,6 +77,7 @@ def tree(num_layers: int, batch, block_tokens: int) -> int:
         config = ExecutorConfig(block_tokens, kernel="triton_tree")
         executor = TreeExecutor(move(model), config)
         executor.layers = learned.layers
+        executor.fused = FusedLayers(model, fused_layers)
         executor.profile = lambda find_randomness: None  # type: ignore[method-assign]
         calls.names.clear()
         executor.forward_backward(
@@ -84,12 +91,17 @@ def per_layer(count, *args) -> int:
 
 
 @pytest.mark.skipif(not is_installed(), reason="needs Triton")
-def test_a_block_starts_hardly_more_kernels_than_dense_training():
+@pytest.mark.parametrize(
+    ("fused_layers", "least", "most"), [("off", 150, 180), ("on", 45, 60)]
+)
+def test_a_block_starts_hardly_more_kernels_than_dense_training(
+    fused_layers, least, most
+):
     rng = np.random.default_rng(0)
     trunk = rng.integers(0, VOCAB_SIZE, 20).tolist()
     chain = [[*trunk, *range(30)]]
     branches = [[*trunk, a, 1, 2, 3, b, 4, 5] for a in (7, 8) for b in (9, 10)]
-    baseline = per_layer(dense)
-    assert 150 <= baseline <= 180
-    assert per_layer(tree, chain, 512) <= 1.05 * baseline
-    assert per_layer(tree, branches, 512) <= 1.2 * baseline
+    baseline = per_layer(dense, fused_layers)
+    assert least <= baseline <= most
+    assert per_layer(tree, fused_layers, chain, 512) <= 1.05 * baseline
+    assert per_layer(tree, fused_layers, branches, 512) <= 1.2 * baseline

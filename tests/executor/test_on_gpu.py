@@ -204,3 +204,23 @@ def test_nothing_waits_inside_a_traversal():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(found) <= 2, [str(w.message) for w in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fused_layers(dtype):
+    """As near to fp64 as the model's own layers, on a tree of two blocks and more."""
+    sizes = {"hidden_size": 256, "intermediate_size": 700, "head_dim": 64}
+    batch = [[*range(30), *tail] for tail in ([1, 2, 3], [4, 5], [1, 2, 9, 9])]
+    tree = PrefixTree.from_sequences(batch)
+    truth = tiny_model("qwen3", torch.float64, **sizes)
+    exact = TreeExecutor(truth, ExecutorConfig(16, fused_layers="off"))
+    exact.forward_backward(tree, lambda i, x, _: -x.sum())
+    want, errors = gradients(truth), {}
+    for choice in ("off", "on"):
+        model = tiny_model("qwen3", dtype, **sizes).cuda()
+        executor = TreeExecutor(model, ExecutorConfig(16, fused_layers=choice))
+        executor.forward_backward(tree, lambda i, x, _: -x.sum())
+        errors[choice] = relative_error(gradients(model).cpu(), want)
+    assert executor.fused is not None
+    assert executor.fused.replaced["Qwen3MLP"] == 2 and not executor.fused.left
+    assert errors["on"] <= 1.5 * errors["off"]

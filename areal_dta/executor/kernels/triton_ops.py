@@ -82,7 +82,7 @@ def _tree_tiles(
     last: Tensor, depth: Tensor, group: int, window: int, rows: int, keys: int
 ) -> tuple[Tensor, Tensor]:
     tiles, counts = _tree_tiles_meta(last, depth, group, window, rows, keys)
-    with _device(last):
+    with on_device(last):
         _programs()["list_tiles"][(len(tiles),)](
             last,
             depth,
@@ -124,7 +124,7 @@ def _tree_attention(
     window: int,
     tiling: list[int],
 ) -> tuple[Tensor, Tensor]:
-    q, k, v = _dense(q), _dense(k), _dense(v)
+    q, k, v = dense_heads(q), dense_heads(k), dense_heads(v)
     out, lse = _tree_attention_meta(q)
     num_path = 0 if path_k is None else path_k.shape[2]
     path_k, path_v = (
@@ -132,7 +132,7 @@ def _tree_attention(
         (v if path_v is None else path_v),
     )
     rows, keys, _, _, warps, _, stages = tiling
-    with _device(q):
+    with on_device(q):
         _programs()["forward"][(len(counts), k.shape[1])](
             q,
             k,
@@ -145,7 +145,7 @@ def _tree_attention(
             counts,
             out,
             lse,
-            *map(_strides, (q, k, v, path_k, path_v, out)),
+            *map(token_strides, (q, k, v, path_k, path_v, out)),
             q.shape[2],
             num_path,
             path_start,
@@ -185,7 +185,7 @@ def _tree_attention_backward(
     window: int,
     tiling: list[int],
 ) -> Gradients:
-    grad_out, q, k, v, out = map(_dense, (grad_out, q, k, v, out))
+    grad_out, q, k, v, out = map(dense_heads, (grad_out, q, k, v, out))
     lse = lse.contiguous()
     grad_q, grad_k, grad_v = _tree_attention_backward_meta(grad_out, q, k, v)
     num_path = 0 if path_k is None else path_k.shape[2]
@@ -201,7 +201,7 @@ def _tree_attention_backward(
     rows, keys, backward_rows, backward_keys, *warps, stages = tiling
     sizes = (q.shape[2], num_path, path_start)
     inputs = (q, k, v, path_k, path_v)
-    with _device(q):
+    with on_device(q):
         _programs()["backward_rows"][(len(counts), k.shape[1])](
             grad_out,
             *inputs,
@@ -213,7 +213,7 @@ def _tree_attention_backward(
             counts,
             grad_q,
             delta,
-            *map(_strides, (grad_out, *inputs, out, grad_q)),
+            *map(token_strides, (grad_out, *inputs, out, grad_q)),
             *sizes,
             tiles.shape[1],
             **_constants(q, k, scale, softcap, window, rows, keys),
@@ -232,7 +232,7 @@ def _tree_attention_backward(
             grad_v,
             path_grad_k,
             path_grad_v,
-            *map(_strides, (grad_out, *inputs, grad_k, path_grad_k)),
+            *map(token_strides, (grad_out, *inputs, grad_k, path_grad_k)),
             *sizes,
             **_constants(q, k, scale, softcap, window, backward_rows, backward_keys),
             num_warps=warps[1],
@@ -275,17 +275,17 @@ def _constants(
     }
 
 
-def _strides(x: Tensor) -> tuple[int, int]:
+def token_strides(x: Tensor) -> tuple[int, int]:
     """Return the strides of a token and of a head."""
     return x.stride(2), x.stride(1)
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense_heads(x: Tensor) -> Tensor:
     """Return a tensor whose heads are each in one piece; mostly the one given."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _device(x: Tensor) -> AbstractContextManager[Any]:
+def on_device(x: Tensor) -> AbstractContextManager[Any]:
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
