@@ -15,7 +15,14 @@ _CHOICES: Final = {
     "reshard": ("auto", "step", "block"),
     "recompute": ("auto", "none", "mlp"),
     "fused_layers": ("auto", "on", "off"),
-    "kernel": ("auto", "flash_cpu", "flash_cuda", "masked_softmax", "triton_tree"),
+    "kernel": (
+        "auto",
+        "flash_cpu",
+        "flash_cuda",
+        "masked_softmax",
+        "triton_tree",
+        "flash_triton",
+    ),
 }
 
 
@@ -52,8 +59,8 @@ class DTAOptions:
     is predicted to fit."""
     kernel: str = "auto"
     """Attention kernel: auto takes PyTorch's or, on a GPU where it is right and faster,
-    triton_tree (docs/kernels.md); flash_cpu, flash_cuda, masked_softmax (serves all,
-    slow) and triton_tree can be named."""
+    flash_triton or triton_tree (docs/kernels.md); flash_cpu, flash_cuda,
+    masked_softmax (serves all, slow) and those two can be named."""
     fused_layers: str = "auto"
     """RMSNorm, SwiGLU and rotary embeddings as one Triton kernel each, in the dense
     engine too (docs/kernels.md): auto, on a GPU, those that agree with the model's own

@@ -188,9 +188,8 @@ def _check_kernel(model: Section, uses_gpus: bool) -> None:
     """
     kernel, fused = model.config.dta.kernel, model.config.dta.fused_layers
     is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    is_for_gpus = kernel == "flash_cuda" or (
-        kernel == "triton_tree" and not is_interpreted
-    )
+    is_for_gpus = kernel in ("flash_cuda", "flash_triton")
+    is_for_gpus |= kernel == "triton_tree" and not is_interpreted
     if (is_for_gpus and not uses_gpus) or (kernel == "flash_cpu" and uses_gpus):
         raise ConfigError(
             f"{model.name}.dta.kernel={kernel}, but {model.name} trains on "

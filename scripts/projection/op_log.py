@@ -18,6 +18,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from areal_dta.executor import fused
+from areal_dta.executor.kernels import triton_ops
+
+LAUNCHES = triton_ops.LAUNCHES | fused.LAUNCHES
+
 _GEMMS = {"mm", "addmm", "bmm", "baddbmm"}
 _FREE = {
     "_unsafe_view",
@@ -82,8 +87,6 @@ class OpLog(TorchDispatchMode):
         self.segments: list[Segment] = [Segment(False)]
         self._host_values: dict[int, tuple[Tensor, np.ndarray]] = {}
         self._is_silent = False
-        self.patches: list[tuple[Any, str, Any]] = []
-        """Replacements that a recorded pass needs: owner, attribute, value."""
         self.live: Any = None
         """Counts the bytes of what operators make (`bench.measure.LiveBytes`)."""
 
@@ -124,10 +127,12 @@ class OpLog(TorchDispatchMode):
             for x in made:
                 self.live.hold(x)
         if not self._is_silent and (op := self._op(func, args, kwargs or {}, made)):
-            self.segments[-1].ops.append(op)
+            self.segments[-1].ops.extend([op] if isinstance(op, Op) else op)
         return out
 
-    def _op(self, func: Any, args: Any, kwargs: Any, made: list[Tensor]) -> Op | None:
+    def _op(
+        self, func: Any, args: Any, kwargs: Any, made: list[Tensor]
+    ) -> Op | list[Op] | None:
         namespace, _, name = func._schema.name.partition("::")
         if name in _FREE or namespace == "prim":
             return None
@@ -135,12 +140,48 @@ class OpLog(TorchDispatchMode):
         if not any(x.device.type == "cuda" for x in [*made, *given]):
             return None
         if name in _GEMMS:
-            return _gemm(name, args, made[0])
+            tensors = tuple(x for x in args if isinstance(x, Tensor))
+            return _gemm(name, tensors, made[0])
+        if namespace == "areal_dta":
+            return self._own(name, args, given, made)
         if name == "_flash_attention_forward":
             return self._flash(name, args, kwargs, is_forward=True)
         if name == "_flash_attention_backward":
             return self._flash(name, args[1:], kwargs, is_forward=False)
         return _element_wise(name, given, made)
+
+    def _own(
+        self, name: str, args: Any, given: list[Tensor], made: list[Tensor]
+    ) -> list[Op]:
+        """Count the project's own kernels: fused layers, and tree attention."""
+        moved = sum(map(_bytes, (*given, *made)))
+        if name not in ("tree_attention", "tree_attention_backward"):
+            launches = LAUNCHES[f"areal_dta::{name}"]
+            return [Op(name, "element-wise", 0.0, moved, launches)]
+        is_forward = name == "tree_attention"
+        q, k, _, path_k = args[:4] if is_forward else args[1:5]
+        last, tiling = args[5 if is_forward else 10], args[-1]
+        num_queries, num_heads, width = q.shape[2], q.shape[1], q.shape[3]
+        num_path = 0 if path_k is None else path_k.shape[2]
+        last_S = self._host_values[id(last)][1]
+        # Each key of the block is seen by its subtree, each of the path by all.
+        pairs = float((last_S - np.arange(num_queries)).sum()) + num_queries * num_path
+        flops = 2.0 * pairs * num_heads * width  # of one product
+        num_kv_heads = k.shape[1]
+        rows = num_queries * num_heads // num_kv_heads
+        of_rows = float(-(-rows // tiling[0]) * num_kv_heads)
+        kind = "tree attention"
+        if is_forward:
+            return [Op("tree_forward", kind, 2 * flops, moved, tiles=of_rows)]
+        keys = tiling[3]
+        of_keys = float((-(-num_path // keys) + -(-num_queries // keys)) * num_kv_heads)
+        # Scores and their gradients twice: for dq, then for dk and dv. The path's
+        # accumulators are read and written.
+        moved += sum(_bytes(x) for x in args[6:8] if x is not None)
+        return [
+            Op("tree_backward", kind, 3 * flops, moved / 2, tiles=of_rows),
+            Op("tree_backward", kind, 4 * flops, moved / 2, tiles=of_keys),
+        ]
 
     def _flash(self, name: str, args: Any, kwargs: Any, is_forward: bool) -> Op:
         """Count attended pairs, and the tiles over which the kernel spreads.

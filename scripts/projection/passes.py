@@ -23,6 +23,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor
 from areal_dta.executor.attention import LayerAttention
+from areal_dta.executor.fused import FusedLayers
 from areal_dta.executor.kernels.flash_cuda import Lengths
 from areal_dta.executor.last_layer import LastLayer, decoder_layers
 from areal_dta.executor.layout import tree_arrays
@@ -126,18 +127,13 @@ def tree_pass(
     tree: PrefixTree,
     needed: Sequence[np.ndarray] | None,
     options: ExecutorConfig,
-    prepare: Callable[[Any, OpLog], None] = lambda model, log: None,
 ) -> Pass:
     """Record the executor on a tree.
 
     Args:
         needed: the needed outputs, as `TreeExecutor.forward_backward` takes them.
-        prepare: changes the model or the executor's surroundings before the pass.
     """
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        _recording(config) as (model, log, live),
-    ):
+    with _recording(config) as (model, log, live):
         executor = TreeExecutor(model, options)
         # Both are learned by reading values, of which there are none here.
         scale = config.head_dim**-0.5
@@ -148,9 +144,7 @@ def tree_pass(
             executor._last_layer = LastLayer(
                 decoder_layers(model)[-1], config.num_hidden_layers - 1
             )
-        prepare(model, log)
-        for owner, name, value in log.patches:
-            patch.setattr(owner, name, value)
+        executor.fuse()
 
         def group_loss(indices: list[int], *outputs: list[Tensor]) -> Tensor:
             log.add(_loss_op())
@@ -192,11 +186,13 @@ class _CompiledSoftmax(torch.autograd.Function):
 
 
 def dense_pass(
-    config: Qwen3Config,
-    lengths: Sequence[int],
-    prepare: Callable[[Any, OpLog], None] = lambda model, log: None,
+    config: Qwen3Config, lengths: Sequence[int], fused_layers: str = "off"
 ) -> Pass:
-    """Record dense training on sequences of these lengths, one pack after another."""
+    """Record dense training on sequences of these lengths, one pack after another.
+
+    Args:
+        fused_layers: ``on``: with the fused kernels that the executor has.
+    """
     current: list[Lengths] = []
 
     def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any):
@@ -204,11 +200,9 @@ def dense_pass(
 
     AttentionInterface.register(_DENSE_ATTENTION, attention)
     packs = pack(lengths)
-    with _recording(config) as (model, log, live), pytest.MonkeyPatch.context() as p:
+    with _recording(config) as (model, log, live), ExitStack() as stack:
         model.set_attn_implementation(_DENSE_ATTENTION)
-        prepare(model, log)
-        for owner, name, value in log.patches:
-            p.setattr(owner, name, value)
+        stack.enter_context(FusedLayers(model, fused_layers).active())
         log.segments.clear()
         log.segments.append(Segment(False))
         live.peak = before = live.live

@@ -11,8 +11,6 @@ from bench.workloads import Workload
 from areal_dta.executor import ExecutorConfig
 from areal_dta.schedule import FlopModel, NeededOutputs
 from areal_dta.tree import PrefixTree
-from projection import choices
-from projection.op_log import OpLog
 from projection.passes import MODELS, Pass, dense_pass, qwen3_config, tree_pass
 from projection.rates import Rates, rates_as_data
 from projection.replay import Totals, extrapolated, wall_seconds
@@ -21,18 +19,17 @@ from projection.replay import Totals, extrapolated, wall_seconds
 # that layers in the middle are what the two differ by.
 _LAYERS = (2, 3)
 _ELEMENT_BYTES = 2
-Prepare = Callable[[Any, OpLog], None]
 
-CHOICES: dict[str, tuple[dict[str, Any], tuple[Prepare, ...]]] = {
-    "plain": ({}, ()),
-    "recompute": ({"retain_tokens": 0}, ()),
-    "slabs": ({"logit_chunk_elements": 2**29}, ()),
-    "fused": ({}, (choices.fuse,)),
-    "tree": ({}, (choices.tree_kernel,)),
-    "mlp": ({}, (choices.recompute_mlp,)),
+CHOICES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "unfused": {"fused_layers": "off"},
+    "recompute": {"retain_tokens": 0},
+    "mlp": {"recompute": "mlp"},
+    "mixed": {"kernel": "flash_triton"},
+    "tree": {"kernel": "triton_tree"},
 }
-"""What can be chosen beside the block: options of the executor, and changes that stand
-for kernels that a GPU would run. ``plain`` is the executor as it is."""
+"""Options of the executor beside the block, by the name of the choice. ``default`` has
+fused layers, flash attention, and all graphs retained, whole."""
 
 
 class Projector:
@@ -60,12 +57,21 @@ class Projector:
             "longest_tokens": max(self._lengths),
         }
 
-    def dense(self, model: str) -> list[dict[str, Any]]:
-        """Return dense training, without and with checkpointing of layers."""
+    def dense(self, model: str, fused_layers: str = "off") -> list[dict[str, Any]]:
+        """Return dense training, without and with checkpointing of layers.
+
+        Args:
+            fused_layers: ``off``, as AReaL trains; ``on``, with the executor's kernels.
+        """
+        lengths = self._lengths
         plain = self._project(
-            model, lambda layers: dense_pass(qwen3_config(model, layers), self._lengths)
+            model,
+            lambda layers: dense_pass(
+                qwen3_config(model, layers), lengths, fused_layers
+            ),
         )
-        plain |= {"model": model, "way": "dense"}
+        name = "dense" if fused_layers == "off" else "dense, fused"
+        plain |= {"model": model, "way": name}
         # With checkpointing every layer runs forward a second time, within the
         # backward, and one hidden state per layer is what is kept.
         passes, segments, per_layer = plain["_passes"], [], plain["_per_layer"]
@@ -84,30 +90,23 @@ class Projector:
         kept = longest * hidden * _ELEMENT_BYTES * num_layers
         first = passes[0].peak_bytes - (_LAYERS[0] - 1) * of_one
         checkpointed = self._row(segments, first + kept, passes[0].num_calls)
-        checkpointed |= {"model": model, "way": "dense, checkpointing"}
+        checkpointed |= {"model": model, "way": f"{name}, checkpointing"}
         return [plain, checkpointed]
 
     def tree(self, model: str, block_tokens: int, choice: str) -> dict[str, Any]:
         """Return the executor with blocks of so many tokens; all graphs are retained
         but under ``recompute``."""
         options: dict[str, Any] = {}
-        prepares: list[Prepare] = []
         for name in choice.split("+"):
             if name not in CHOICES:
                 raise ValueError(f"choice {name!r}; expected some of {list(CHOICES)}")
-            options |= CHOICES[name][0]
-            prepares += CHOICES[name][1]
-
-        def prepare(of_model: Any, log: OpLog) -> None:
-            for each in prepares:
-                each(of_model, log)
-
+            options |= CHOICES[name]
         retain = options.pop("retain_tokens", None)
         config = ExecutorConfig(block_tokens, retain, **options)
         row = self._project(
             model,
             lambda layers: tree_pass(
-                qwen3_config(model, layers), self._tree, self._needed, config, prepare
+                qwen3_config(model, layers), self._tree, self._needed, config
             ),
         )
         return row | {
@@ -118,17 +117,27 @@ class Projector:
         }
 
     def compared(self, model: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rows as plain data, with ratios and with the bound on them."""
+        """Return the rows as plain data, with ratios and with the bound on them.
+
+        Args:
+            rows: those of `dense`, unfused and fused, first.
+        """
         flops = FlopModel.from_config(qwen3_config(model, self._num_layers(model)))
         needed = NeededOutputs.logprobs_at(self._tree, self._needed)
         least = flops.tree(self._tree, needed=needed)
         bound = flops.dense(self._lengths) / least
-        dense, checkpointed = (row["milliseconds"] for row in rows[:2])
+        dense, checkpointed, fused, fused_checkpointed = (
+            row["milliseconds"] for row in rows[:4]
+        )
         return [
             {key: value for key, value in row.items() if not key.startswith("_")}
             | {
                 "ratio_to_dense": dense / row["milliseconds"],
                 "ratio_to_checkpointing": checkpointed / row["milliseconds"],
+                "ratio_to_fused": fused / row["milliseconds"],
+                "ratio_to_fused_checkpointing": (
+                    fused_checkpointed / row["milliseconds"]
+                ),
                 "flop_bound": bound,
                 "flop_bound_with_checkpointing": bound * 4 / 3,
             }

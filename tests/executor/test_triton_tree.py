@@ -23,6 +23,7 @@ from areal_dta.executor.kernels import (
     triton_ops,
     triton_tree,
 )
+from areal_dta.executor.kernels.flash_triton import FlashTritonKernel
 from areal_dta.executor.kernels.triton_tree import Tiling
 from areal_dta.executor.layout.block_layout import BlockShape
 from areal_dta.tree import PrefixTree
@@ -287,6 +288,38 @@ def test_it_is_refused_without_triton_or_a_gpu(monkeypatch):
             patch.setattr(triton_tree, gone, lambda: False)
             with pytest.raises(ValueError, match="device=cpu.*needs Triton, a GPU"):
                 select_kernel("triton_tree", q, term.k, term.v, term.scoring)
+
+
+@pytest.mark.parametrize(
+    ("block_tokens", "retain"), [(9, None), pytest.param(25, 0, marks=pytest.mark.slow)]
+)
+def test_flash_attention_for_paths_and_triton_for_branches(
+    monkeypatch, block_tokens, retain
+):
+    """Flash attention's place is taken by its twin for CPUs."""
+    calls = {"flash_cpu": 0, "triton_tree": 0}
+    for name in calls:
+        kernel = type(KERNELS[name])
+
+        def forward(self, q, term, own=kernel.forward, name=name):
+            calls[name] += 1
+            shape = term.mask.shape
+            is_tree = shape is not None and not shape.is_chain
+            assert is_tree == (name == "triton_tree")
+            return own(self, q, term)
+
+        monkeypatch.setattr(kernel, "forward", forward)
+    mixed = FlashTritonKernel(KERNELS["flash_cpu"], KERNELS["triton_tree"])
+    monkeypatch.setitem(KERNELS, "flash_triton", mixed)
+    model = tiny_model("qwen3", torch.float64)
+    batch = random_batch(np.random.default_rng(3), 6, 14, VOCAB_SIZE)
+    compare(model, batch, ExecutorConfig(block_tokens, retain, kernel="flash_triton"))
+    assert all(calls.values())
+    q, _, term, _, _ = case(SHAPES["a fork"], 5, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="a GPU of compute capability.*; and Triton"):
+        own = FlashTritonKernel(KERNELS["flash_cuda"], KERNELS["triton_tree"])
+        monkeypatch.setitem(KERNELS, "flash_triton", own)
+        select_kernel("flash_triton", q, term.k, term.v, term.scoring)
 
 
 @pytest.mark.slow

@@ -66,6 +66,7 @@ def test_the_main_job_passes(no_gpu: None, backend: str) -> None:
         (["actor.backend=megatron:d1"], "needs GPUs; use actor.backend=dta:d1"),
         (["actor.dta.kernel=triton_tree"], "trains on CPUs; use .*kernel=auto"),
         (["actor.dta.kernel=flash_cuda"], "actor.dta.kernel=flash_cuda, but actor"),
+        (["actor.dta.kernel=flash_triton"], "actor.dta.kernel=flash_triton, but actor"),
         (["actor.dta.fused_layers=on"], "fused_layers=on, but actor trains on CPUs"),
         (["actor.weight_update_mode=xccl"], "use actor.weight_update_mode=disk"),
         (["actor.reward_norm.group_size=4"], "group_size=4 would mix prompts"),

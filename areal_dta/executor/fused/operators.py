@@ -271,12 +271,20 @@ class _Rotate(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
+        ctx.shapes = q.shape, k.shape
+        ctx.set_materialize_grads(False)
         out_q, out_k = torch.ops.areal_dta.rotate(q, k, cos, sin, False)
         return out_q, out_k
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        out_q, out_k = torch.ops.areal_dta.rotate(*grads, *ctx.saved_tensors, True)
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        # One of the two may be unused, as a block's queries are that is there for keys.
+        used = next(grad for grad in grads if grad is not None)
+        both = [
+            used.new_zeros(shape) if grad is None else grad
+            for grad, shape in zip(grads, ctx.shapes, strict=True)
+        ]
+        out_q, out_k = torch.ops.areal_dta.rotate(*both, *ctx.saved_tensors, True)
         return out_q, out_k, None, None
 
 

@@ -16,6 +16,7 @@ from areal_dta.executor.kernels.base import (
 )
 from areal_dta.executor.kernels.flash_cpu import FlashCpuKernel
 from areal_dta.executor.kernels.flash_cuda import FlashCudaKernel
+from areal_dta.executor.kernels.flash_triton import FlashTritonKernel
 from areal_dta.executor.kernels.masked_softmax import MaskedSoftmaxKernel
 from areal_dta.executor.kernels.triton_tree import TritonTreeKernel
 
@@ -39,6 +40,7 @@ KERNELS: dict[str, AttentionKernel] = {
         FlashCudaKernel(),
         MaskedSoftmaxKernel(),
         TritonTreeKernel(),
+        FlashTritonKernel(FlashCudaKernel(), TritonTreeKernel()),
     )
 }
 """Kernels by name, in the order in which ``auto`` tries them."""

@@ -26,8 +26,9 @@ from areal_dta.executor.kernels.triton_ops import is_installed
 from areal_dta.executor.kv_cache import PathCache
 from areal_dta.executor.layout.block_layout import BlockShape
 
-CANDIDATES = ("auto", "triton_tree")
-"""PyTorch's kernels, layer by layer; and ours. The first wins a tie."""
+CANDIDATES = ("auto", "flash_triton", "triton_tree")
+"""PyTorch's kernels, layer by layer; those with ours for branches; ours alone. The
+first wins a tie."""
 TOLERANCE = 8.0
 """Maximum relative error of a kernel, in units of the dtype's rounding."""
 _SMALL = ([37, 20, 11, 30], [-1, 0, 0, -1])
@@ -170,7 +171,7 @@ def choose_kernel(
     notes: dict[str, str] = {}
     for name in CANDIDATES:
         found[name] = None
-        if name == "triton_tree" and not is_installed():
+        if name in ("flash_triton", "triton_tree") and not is_installed():
             notes[name] = "no Triton"
             continue
         try:
