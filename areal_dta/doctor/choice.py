@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_dta.doctor.machine import Finding, Machine
 from areal_dta.executor import ExecutorConfig, UnsupportedModelError
+from areal_dta.executor.fused_logprobs import logit_sizes
 from areal_dta.executor.last_layer import decoder_layers
 from areal_dta.executor.memory.budget import (
     MAX_BLOCK_TOKENS,
@@ -154,9 +155,11 @@ def _chosen(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     memory = predict_memory(model, ExecutorConfig(), dtype)
-    if device == "cuda":  # the model lies on no device; slabs are those of a GPU
-        chunk = memory.logit_chunk_elements
-        memory = dataclasses.replace(memory, logit_slab_elements=chunk)
+    # The model lies on no device; its logits are held as on that of the card.
+    chunk, slab = logit_sizes(device, None)
+    memory = dataclasses.replace(
+        memory, logit_chunk_elements=chunk, logit_slab_elements=slab
+    )
     # What is there beside activations: shards, gathered parameters, gradients, Adam.
     groups = _groups(model)
     gathered = sum(group[0] for group in groups)

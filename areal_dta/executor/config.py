@@ -27,8 +27,8 @@ class ExecutorConfig:
     """Attention kernel: ``auto`` picks by device and dtype; others are named in
     ``executor.kernels.KERNELS``."""
 
-    logit_chunk_elements: int = 2**25
-    """Maximum number of logits held at a time (128 MiB in fp32)."""
+    logit_chunk_elements: int | None = None
+    """Maximum number of logits held at a time; None: `CHUNK_ELEMENTS` of the device."""
     fragments: str = "packed"
     """``packed`` fills blocks; ``node`` runs one tree node per block, to compare."""
 
@@ -69,7 +69,7 @@ class ExecutorConfig:
             raise ValueError(
                 f"fused_layers={self.fused_layers!r}; expected auto, on or off"
             )
-        if self.logit_chunk_elements < 1:
+        if self.logit_chunk_elements is not None and self.logit_chunk_elements < 1:
             raise ValueError(
                 f"logit_chunk_elements={self.logit_chunk_elements}; expected at least 1"
             )

@@ -46,8 +46,12 @@ class Labels:
         return edges, self.row_E[edges] - rows.start, self.label_E[edges]
 
 
-_CPU_SLAB = 2**19
-"""Logits whose softmax is taken at once on a CPU: what fits in cache."""
+CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**27}
+"""Logits held at a time, by type of device: 128 MiB in fp32, 256 in bf16. The weight's
+gradient is as large as the weight, and each further chunk adds one to it."""
+SLAB_ELEMENTS = {"cpu": 2**19, "cuda": 2**25}
+"""Logits whose softmax is taken at once, in fp32: on a CPU, where passes over fresh
+memory cost more than the arithmetic, what fits in cache."""
 
 
 class _FusedHead(torch.autograd.Function):
@@ -121,12 +125,11 @@ class _FusedHead(torch.autograd.Function):
             # On to the inputs. Sums over chunks are in fp32: bf16 would lose the small
             # ones.
             grad_hidden_RD[chunk] = logits_CV @ weight_VD
+            is_all = hidden_CD.shape == hidden_RD.shape
             if needs_bias:
-                grad_bias = _add(grad_bias, logits_CV.sum(0), hidden_RD.dtype)
+                grad_bias = _add(grad_bias, logits_CV.sum(0), is_all)
             if needs_weight:
-                grad_weight = _add(
-                    grad_weight, logits_CV.t() @ hidden_CD, hidden_RD.dtype
-                )
+                grad_weight = _add(grad_weight, logits_CV.t() @ hidden_CD, is_all)
         return (
             grad_hidden_RD,
             None if grad_weight is None else grad_weight.to(weight_VD.dtype),
@@ -169,9 +172,13 @@ def _scaled(logits_CV: Tensor, temperature: float) -> Tensor:
     return scaled_CV if temperature == 1.0 else scaled_CV / temperature
 
 
-def _add(total: Tensor | None, part: Tensor, dtype: torch.dtype) -> Tensor:
+def _add(total: Tensor | None, part: Tensor, is_all: bool) -> Tensor:
+    """Add a part to a sum in fp32; what is all there is stays as it is."""
+    if is_all:
+        return part
     # `add_` promotes the part: no copy of it in fp32.
-    return part.to(accumulation_dtype(dtype)) if total is None else total.add_(part)
+    acc = accumulation_dtype(part.dtype)
+    return part.to(acc) if total is None else total.add_(part)
 
 
 def _slices(start: int, end: int, size: int) -> Iterator[slice]:
@@ -179,17 +186,20 @@ def _slices(start: int, end: int, size: int) -> Iterator[slice]:
         yield slice(at, min(at + size, end))
 
 
-def slab_elements(device: torch.device, chunk_elements: int) -> int:
-    """Return the number of logits whose softmax is taken at once.
+def logit_sizes(device_type: str, chunk_elements: int | None) -> tuple[int, int]:
+    """Return the numbers of logits that are held at a time, and whose softmax is taken
+    at once.
 
-    A whole chunk on a GPU; on a CPU, where passes over fresh memory cost more than the
-    arithmetic, what fits in cache.
+    Args:
+        chunk_elements: the first, if it is given.
     """
-    return min(_CPU_SLAB, chunk_elements) if device.type == "cpu" else chunk_elements
+    kind = "cuda" if device_type == "cuda" else "cpu"
+    chunk = CHUNK_ELEMENTS[kind] if chunk_elements is None else chunk_elements
+    return chunk, min(chunk, SLAB_ELEMENTS[kind])
 
 
 def _slab_rows(logits_CV: Tensor) -> int:
-    slab = slab_elements(logits_CV.device, logits_CV.numel())
+    _, slab = logit_sizes(logits_CV.device.type, logits_CV.numel())
     return max(1, slab // logits_CV.shape[1])
 
 
@@ -203,7 +213,7 @@ def fused_token_logprobs(
     bias_V: Tensor | None,
     labels: Labels,
     temperature: float,
-    chunk_elements: int,
+    chunk_elements: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the logprob of each edge [E] and the entropy of each row [R].
 
@@ -211,7 +221,8 @@ def fused_token_logprobs(
     differentiable in hidden, weight and bias. Holds at most ``chunk_elements`` logits
     at a time, or those of one row.
     """
-    chunk_rows = max(1, chunk_elements // weight_VD.shape[0])
+    chunk, _ = logit_sizes(weight_VD.device.type, chunk_elements)
+    chunk_rows = max(1, chunk // weight_VD.shape[0])
     return _FusedHead.apply(
         hidden_RD, weight_VD, bias_V, labels, temperature, chunk_rows
     )

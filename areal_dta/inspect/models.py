@@ -51,8 +51,9 @@ SHAPES: Final[dict[str, tuple[int, ...]]] = {
 }
 DEFAULT_MODEL: Final = "qwen3-1.7b"
 DTYPES: Final = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-# Logits whose softmax is taken at once: in the executor's head, by kind of device.
-_SLABS: Final = {"cpu": 2**19, "gpu": 2**25}
+# Logits that are held, and whose softmax is taken at once, by kind of device: those of
+# the executor's head, which is not imported here.
+_LOGITS: Final = {"cpu": (2**25, 2**19), "gpu": (2**27, 2**25)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +88,7 @@ def model_sizes(name: str, dtype: str, device: str) -> ModelSizes:
             sizes=DecoderSizes.from_config(config),
             vocab_size=int(config.vocab_size),
             flops=FlopModel.from_config(config),
-            memory=MemoryModel.from_config(
-                config, DTYPES[dtype], logit_slab_elements=_SLABS[device]
-            ),
+            memory=MemoryModel.from_config(config, DTYPES[dtype], *_LOGITS[device]),
             element_bytes=DTYPES[dtype],
             device=device,
         )

@@ -155,11 +155,10 @@ class MemoryModel:
 
     def head_gradient(self, num_outputs: int) -> float:
         """Return the bytes of the gradient of the vocabulary's projection while a block
-        computes it: a part per chunk of logits, and their sum in fp32."""
+        computes it: all of it, or a part per chunk of logits and their sum in fp32."""
         weight = self.vocab_size * self.hidden_bytes / self.element_bytes
         has_chunks = num_outputs * self.vocab_size > self.logit_chunk_elements
-        is_half = self.element_bytes < _FP32
-        total = max(self.element_bytes, _FP32) * (has_chunks or is_half)
+        total = max(self.element_bytes, _FP32) * has_chunks
         return weight * (self.element_bytes + total)
 
     def working(

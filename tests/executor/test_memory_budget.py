@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor
 from areal_dta.executor.block import BlockRunner
+from areal_dta.executor.fused_logprobs import CHUNK_ELEMENTS, SLAB_ELEMENTS
 from areal_dta.executor.memory import budget as memory_budget
 from areal_dta.executor.memory.budget import (
     MAX_BLOCK_TOKENS,
@@ -27,6 +28,7 @@ from areal_dta.executor.memory.budget import (
     usable_memory,
 )
 from areal_dta.executor.memory.model_bytes import measure_graph_bytes
+from areal_dta.inspect.models import _LOGITS
 from areal_dta.schedule import MemoryModel, Schedule, build_schedule
 from areal_dta.tree import PrefixTree
 from scripts.bench.meta_run import meta_model, peak_bytes
@@ -373,6 +375,12 @@ def test_the_gradient_of_a_large_vocabulary_is_in_the_budget():
         memory_of(_MODEL), vocab_size=150_000, hidden_bytes=2.0 * 2048, element_bytes=2
     )
     assert memory.head_gradient(4096) == 150_000 * 2048 * (2 + 4)
+    assert memory.head_gradient(100) == 150_000 * 2048 * 2  # one chunk: no sum
+    for kind, chunk in CHUNK_ELEMENTS.items():  # what is predicted elsewhere
+        assert _LOGITS["gpu" if kind == "cuda" else kind] == (
+            chunk,
+            SLAB_ELEMENTS[kind],
+        )
 
 
 @pytest.mark.parametrize("device, dtype, sizes, expected", [

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from areal_dta.executor.config import ExecutorConfig
-from areal_dta.executor.fused_logprobs import slab_elements
+from areal_dta.executor.fused_logprobs import logit_sizes
 from areal_dta.executor.kernels import accumulation_dtype
 from areal_dta.executor.kernels.masked_softmax import MAX_SCORES
 from areal_dta.executor.states.kinds import stateful_layers
@@ -91,11 +91,9 @@ def predict_memory(
         ValueError: its config lacks a size; the message names it.
     """
     parameter = next(model.parameters())
-    chunk = config.logit_chunk_elements
+    chunk, slab = logit_sizes(parameter.device.type, config.logit_chunk_elements)
     dtype, sizes = dtype or parameter.dtype, model.config.get_text_config()
-    memory = MemoryModel.from_config(
-        sizes, dtype.itemsize, chunk, slab_elements(parameter.device, chunk)
-    )
+    memory = MemoryModel.from_config(sizes, dtype.itemsize, chunk, slab)
     acc = accumulation_dtype(dtype).itemsize
     layers = stateful_layers(model)
     elements = sum(layer.state_elements for layer in layers)
