@@ -6,7 +6,9 @@
 
 Operators are recorded on fake CUDA tensors of real sizes, for models of a few layers,
 and extrapolated to all layers, which are alike. Rates turn them into seconds
-(scripts/projection/rates.py): a projection, and no measurement. `--layers` bounds the
+(scripts/projection/rates.py): a projection, and no measurement. Nothing is counted that
+is not built; dense training is there as AReaL does it, and with the executor's fused
+layers. `--layers` bounds the
 layers that count, for tests.
 """
 
@@ -38,7 +40,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--models", default="0.6b,1.7b,4b,8b,14b,32b", help="comma separated")
     add("--blocks", default="512,1024,2048,4096,8192", help="tokens per model call")
-    add("--choices", default="plain", help=f"of {', '.join(CHOICES)}; joined by +")
+    add("--choices", default="default", help=f"of {', '.join(CHOICES)}; joined by +")
     add("--card", default="h200", help="h100, h200, auto, or a JSON or YAML file")
     add("--workload", choices=WORKLOADS, default="tau2-airline")
     add("--path-tokens", type=int, default=16384, help="longest sequence, about")
@@ -78,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "rows": [],
     }
     for model in args.models.split(","):
-        rows = projector.dense(model)
+        rows = projector.dense(model) + projector.dense(model, "on")
         for choice in args.choices.split(","):
             for block in args.blocks.split(","):
                 rows.append(projector.tree(model, int(block), choice))
@@ -90,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             args.json.parent.mkdir(parents=True, exist_ok=True)
             args.json.write_text(json.dumps(content, indent=1) + "\n")
         if args.markdown is not None:
-            args.markdown.write_text(markdown(content))
+            raw = "" if args.json is None else args.json.name
+            args.markdown.write_text(markdown(content, raw))
 
 
 if __name__ == "__main__":

@@ -150,6 +150,17 @@ def test_rotary_embeddings(heads, size, dtype):
     assert out.transpose(1, 2).is_contiguous()  # what attention reads
 
 
+def test_rotary_embeddings_of_which_one_is_unused():
+    q, k = (random(1, n, 5, 8, seed=n).requires_grad_() for n in (4, 2))
+    cos, sin = random(1, 5, 8, seed=7), random(1, 5, 8, seed=8)
+    _, got = rotate(q, k, cos, sin)
+    grads = torch.autograd.grad(got.sum(), [q, k])
+    _, want = plain_rotate(q, k, cos, sin)
+    (expected,) = torch.autograd.grad(want.sum(), [k])
+    assert not grads[0].any()
+    assert relative_error(grads[1], expected) <= 1e-12
+
+
 def batch_of(seed=0):
     return random_batch(np.random.default_rng(seed), 4, 7, VOCAB_SIZE)
 

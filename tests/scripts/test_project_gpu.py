@@ -68,6 +68,43 @@ def test_a_tree_s_flops_are_those_of_its_schedule(block_tokens):
     assert found.num_calls == schedule.num_blocks
 
 
+@pytest.mark.parametrize("kernel", ["triton_tree", "flash_triton"])
+def test_tree_attention_is_counted_by_what_is_seen(kernel):
+    """Visible pairs, twice forward; in Triton's backward seven products in place of
+    five. Fused layers and partial graphs multiply what was multiplied before."""
+    config = qwen3_config("0.6b", 2)
+
+    def run(block_tokens=4096, **options):
+        options = {"whole_last_layer": True, **options}
+        options = ExecutorConfig(block_tokens, None, **options)
+        return tree_pass(config, TREE, NEEDED, options)
+
+    flash, own = run(), run(kernel=kernel)
+    kinds = ["flash forward", "flash backward", "tree attention"]
+    forward, same = (flops(x.segments, kinds, False) for x in (flash, own))
+    assert same == pytest.approx(forward, rel=1e-9)
+    by_tree = flops(own.segments, ["tree attention"], False)
+    assert by_tree == same  # one block, without a path
+    small = run(128, kernel=kernel).segments
+    of_small = flops(small, ["tree attention"], False)
+    assert flops(small, kinds, False) == pytest.approx(forward, rel=1e-9)
+    assert of_small > 0 and (of_small < forward) == (kernel == "flash_triton")
+    backward = flops(own.segments, kinds, True)
+    expected = 2.5 * forward + by_tree  # two products more
+    assert backward == pytest.approx(expected, rel=1e-9)
+    products, plain = (
+        flops(x.segments, ["gemm"]) for x in (own, run(fused_layers="off"))
+    )
+    assert products == pytest.approx(plain, rel=1e-9)
+    again = run(recompute="mlp")
+    mlps = 2.0 * 3 * config.hidden_size * config.intermediate_size * 2  # two layers
+    tokens = sum(NeededOutputs.logprobs_at(TREE, NEEDED).computed)
+    grown = flops(again.segments, ["gemm"]) - products
+    # One product each less: what only the output needs is not run again.
+    assert 0.6 * mlps * tokens <= grown <= mlps * tokens
+    assert again.peak_bytes < own.peak_bytes
+
+
 def test_dense_flops_are_those_of_whole_sequences():
     config = qwen3_config("0.6b", 2)
     lengths = [len(s) for s in WORK.sequences]
@@ -145,7 +182,7 @@ def test_rates_from_a_file(tmp_path):
 def test_the_command(tmp_path, capsys):
     json_file, page = tmp_path / "out.json", tmp_path / "out.md"
     project_gpu.main(
-        "--models 0.6b --blocks 256 --choices plain,fused+tree --path-tokens 400 "
+        "--models 0.6b --blocks 256 --choices unfused,tree+mlp --path-tokens 400 "
         f"--max-sequences 3 --layers 4 --json {json_file} --markdown {page}".split()
     )
     content = json.loads(json_file.read_text())
@@ -153,15 +190,23 @@ def test_the_command(tmp_path, capsys):
     assert ways == [
         ("dense", None),
         ("dense, checkpointing", None),
-        ("tree", "plain"),
-        ("tree", "fused+tree"),
+        ("dense, fused", None),
+        ("dense, fused, checkpointing", None),
+        ("tree", "unfused"),
+        ("tree", "tree+mlp"),
     ]
-    dense, checkpointed, plain, fused = content["rows"]
+    dense, checkpointed, dense_fused, again, unfused, fused = content["rows"]
     assert dense["ratio_to_dense"] == 1.0
     assert checkpointed["milliseconds"] > dense["milliseconds"]
     assert checkpointed["peak_gigabytes"] < dense["peak_gigabytes"]
-    assert fused["launches"] < plain["launches"]
+    assert fused["launches"] < unfused["launches"]
+    assert dense_fused["launches"] < dense["launches"]
+    assert dense_fused["milliseconds"] < dense["milliseconds"]
+    # The baseline gets the same kernels: this ratio is the smaller one.
+    ratios = fused["ratio_to_checkpointing"], fused["ratio_to_fused_checkpointing"]
+    assert ratios[0] > ratios[1]
+    assert ratios[1] == again["milliseconds"] / fused["milliseconds"]
     assert fused["milliseconds_by_kind"]["tree attention"] > 0
     assert "projection, not a measurement" in page.read_text()
-    assert len(capsys.readouterr().out.splitlines()) == 4
+    assert len(capsys.readouterr().out.splitlines()) == 6
     assert set(MODELS) >= {"0.6b", "1.7b", "8b", "32b"}
