@@ -44,6 +44,7 @@ NOMINAL_FLOPS_PER_SECOND = 1e11
 """Nominal speed of no particular machine: only ratios matter until blocks run."""
 _OVERHEAD_TOKENS = 16  # what a call costs at first, in tokens
 _LOSS_SHARE = 1e-3  # what the loss of a token costs at first, in tokens
+_PADDING_TOKENS = 16  # in a scan, per segment: half of a chunk of 32
 
 _PRIOR_WEIGHT = 0.02  # squared relative error that a prior off by 100 % counts as
 _RUN_SAMPLES = 32  # blocks whose median error tells the machine's speed
@@ -62,6 +63,7 @@ class Coefficients:
     per_pair: float
     per_output: float
     per_loss_token: float
+    per_segment: float = 0.0
 
     def as_array(self) -> FloatArray:
         return np.array(dataclasses.astuple(self))
@@ -119,6 +121,7 @@ class CostModel:
                 per_pair=flops.per_pair * scale,
                 per_output=flops.per_output * scale,
                 per_loss_token=_LOSS_SHARE * token * (kind == TRAINING),
+                per_segment=_PADDING_TOKENS * flops.scan_per_token * scale,
             )
         return cls(prior, window)
 
@@ -128,7 +131,7 @@ class CostModel:
         """Learn from measured blocks, in the order in which they ran.
 
         Args:
-            samples: blocks of one trainer, or of several in turn; or an array [n, 8]
+            samples: blocks of one trainer, or of several in turn; or an array [n, 9]
                 of their ``to_floats``. Samples of one call are equally old. If they
                 exceed the window, evenly spaced ones are kept.
         """
@@ -170,7 +173,7 @@ class CostModel:
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers, lists and strings: what JSON can hold."""
         return {
-            "version": 1,
+            "version": 2,
             "window": self.window,
             "kinds": {kind: fit.state_dict() for kind, fit in self._fits.items()},
         }
@@ -182,8 +185,8 @@ class CostModel:
             ValueError: it is not the state of a cost model, which is then unchanged.
         """
         try:
-            if state["version"] != 1:
-                raise ValueError(f"version {state['version']}, expected 1")
+            if state["version"] not in (1, 2):
+                raise ValueError(f"version {state['version']}, expected 2")
             window = int(state["window"])
             fits = {
                 kind: _Fit.from_state(state["kinds"][kind], window) for kind in KINDS
@@ -273,8 +276,11 @@ class _Fit:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], window: int) -> _Fit:
-        fit = cls(Coefficients(*map(float, state["prior"])), window)
-        samples = np.array(state["rows"], np.float64).reshape(-1, NUM_FEATURES + 1)
+        prior = list(map(float, state["prior"]))
+        fit = cls(Coefficients(*prior), window)
+        samples = np.array(state["rows"], np.float64).reshape(-1, len(prior) + 1)
+        if len(prior) < NUM_FEATURES:  # version 1: no segments
+            samples = np.insert(samples, len(prior), 0.0, axis=1)
         arrival = np.array(state["arrival"], np.float64)
         if arrival.shape != (len(samples),) or not np.isfinite(samples).all():
             raise ValueError(f"{len(samples)} samples, {arrival.shape} arrivals")

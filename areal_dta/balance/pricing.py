@@ -4,11 +4,13 @@ A sequence adds to a rank, given its left neighbour there,
 
     per_token * new tokens + per_pair * new pairs
     + per_output * its needed outputs + per_loss_token * its tokens
+    + per_segment * 2 (its branch, and the rest of the one it forks from)
     + the recomputation of new tokens further than retain_tokens above its end
 
 Tree tokens and attended pairs are exact (tests/balance/test_partition.py). Approximated
-are blocks, as tokens over ``block_tokens``; recomputation; and needed outputs, which
-are added up over the sequences (equal sequences need the same ones).
+are blocks, as tokens over ``block_tokens``; recomputation; segments, where several
+branches fork at one token; and needed outputs, which are added up over the sequences
+(equal sequences need the same ones).
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ class Pricing:
     per_recomputed_token: float
     per_recomputed_pair: float
     retain_tokens: int | None
+    per_segment: float = 0.0
 
     @classmethod
     def from_cost_model(
@@ -62,7 +65,8 @@ class Pricing:
             )
         c, again = cost.coefficients(TRAINING), cost.coefficients(FORWARD)
         return cls(
-            per_token=c.per_grad_token + c.per_block / block_tokens,
+            # A block's end is the end of a segment, too.
+            per_token=c.per_grad_token + (c.per_block + c.per_segment) / block_tokens,
             per_pair=c.per_pair,
             per_output=c.per_output,
             per_loss_token=c.per_loss_token,
@@ -73,6 +77,7 @@ class Pricing:
             retain_tokens=None
             if retain_tokens is None
             else max(retain_tokens, block_tokens),
+            per_segment=c.per_segment,
         )
 
     def branches(self, length_N: IntArray, lcp_N: IntArray) -> FloatArray:
@@ -80,6 +85,8 @@ class Pricing:
         ``sequences`` counts."""
         pairs = attended_pairs(lcp_N, length_N)
         seconds = self.per_token * (length_N - lcp_N) + self.per_pair * pairs
+        if self.per_segment:
+            seconds += self.per_segment * (length_N > lcp_N) * (1 + (lcp_N > 0))
         if self.retain_tokens is not None:
             kept = np.maximum(lcp_N, length_N - self.retain_tokens)
             seconds += self.per_recomputed_token * (kept - lcp_N)

@@ -125,14 +125,15 @@ class BatchPlanner:
             num_pairs=stats.num_pairs,
             num_outputs=stats.num_outputs,
             num_loss_tokens=stats.num_sequence_tokens,
+            num_segments=2 * stats.num_sequences,
         )
         with self._lock:
             return self._cost.seconds(features)
 
-    def observe(self, samples_N8: NDArray[np.float64]) -> None:
+    def observe(self, samples_N9: NDArray[np.float64]) -> None:
         """Refit with measured blocks, each as ``BlockSample.to_floats`` returns it."""
         with self._lock:
-            self._cost.observe(samples_N8)
+            self._cost.observe(samples_N9)
 
     def num_samples(self) -> int:
         with self._lock:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from areal_dta.config.composed import one_line
 from areal_dta.inspect.corpus import InputError
 from areal_dta.schedule import FlopModel, MemoryModel
-from areal_dta.schedule.flops import DecoderSizes
+from areal_dta.schedule.decoder_sizes import DecoderSizes
 
 FIELDS: Final = (
     "vocab_size",

@@ -34,6 +34,8 @@ class BlockFeatures:
     """Positions projected onto the vocabulary."""
     num_loss_tokens: float
     """Tokens of the sequences whose loss is evaluated at the block's exit."""
+    num_segments: float = 0
+    """Segments: a layer that carries a state pads each of them to whole chunks."""
 
     def as_tuple(self) -> tuple[float, ...]:
         return dataclasses.astuple(self)
@@ -60,11 +62,12 @@ class BlockSample:
         return *self.features.as_tuple(), self.seconds, float(KINDS.index(self.kind))
 
 
-def samples_from_array(samples_N8: NDArray[np.float64]) -> list[BlockSample]:
+def samples_from_array(samples_N9: NDArray[np.float64]) -> list[BlockSample]:
     """Rebuild samples from stacked ``BlockSample.to_floats``."""
+    rows = np.asarray(samples_N9, np.float64).reshape(-1, NUM_FEATURES + 2)
     return [
         BlockSample(BlockFeatures(*x[:NUM_FEATURES]), x[-2], KINDS[int(x[-1])])
-        for x in np.asarray(samples_N8, np.float64).reshape(-1, 8).tolist()
+        for x in rows.tolist()
     ]
 
 
@@ -89,6 +92,7 @@ def step_features(tree: PrefixTree, schedule: Schedule, step: Step) -> BlockFeat
         num_pairs=pairs,
         num_outputs=step.num_outputs,
         num_loss_tokens=loss_tokens,
+        num_segments=len(step.computes),
     )
 
 

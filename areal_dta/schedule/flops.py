@@ -1,8 +1,9 @@
 """Analytic FLOPs of dense and of tree training: the bound on any speed-up.
 
-Counted: matrix products of the layers, attention over the attended pairs only, and
-the vocabulary projection. A backward costs twice its forward. Norms, activations,
-softmax and the optimizer are left out, as is usual.
+Counted: matrix products of the layers, attention over the attended pairs only, the
+convolutions and states of layers that carry a state (token by token: chunks of a scan
+take more), and the vocabulary projection. A backward costs twice its forward. Norms,
+activations, softmax and the optimizer are left out, as is usual.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from areal_dta.schedule.decoder_sizes import DecoderSizes, config_size, text_config
 from areal_dta.schedule.needed_outputs import NeededOutputs
 from areal_dta.schedule.schedule import Schedule
 from areal_dta.tree import PrefixTree
@@ -31,10 +33,12 @@ class FlopModel:
     """Vocabulary projection, FLOPs per position."""
     mlp_per_token: float = 0.0
     """The part of ``per_token`` that a partial graph runs again."""
+    scan_per_token: float = 0.0
+    """The part of ``per_token`` in scans, which also run on what pads a segment."""
 
     @classmethod
     def from_config(cls, config: Any, is_critic: bool = False) -> FlopModel:
-        """Return the costs of a Llama-like decoder (of a mixture: its active experts).
+        """Return the costs of a decoder (of a mixture: its active experts).
 
         Args:
             config: the Hugging Face config.
@@ -46,15 +50,14 @@ class FlopModel:
         """
         config = text_config(config)
         d = DecoderSizes.from_config(config)
-        attention = d.hidden * d.head_dim * (2 * d.heads + 2 * d.kv_heads)
-        mixing = d.attention_layers * attention + d.state_products
-        mlp = 3 * d.hidden * d.intermediate * d.active_experts + d.hidden * d.experts
+        mixing = d.attention_products + d.state_products
         vocab_size = 1 if is_critic else config_size(config, "vocab_size")
         return cls(
-            per_token=2.0 * (mixing + d.layers * mlp),
+            per_token=2.0 * (mixing + d.mlp_products),
             per_pair=4.0 * d.attention_layers * d.heads * d.head_dim,
             per_output=2.0 * d.hidden * vocab_size,
-            mlp_per_token=2.0 * d.layers * mlp,
+            mlp_per_token=2.0 * d.mlp_products,
+            scan_per_token=2.0 * d.scan_products,
         )
 
     def forward(self, tokens: float, pairs: float, outputs: float) -> float:
@@ -117,88 +120,3 @@ class FlopModel:
         lengths = map(tree.sequence_length, range(tree.num_sequences))
         ours = self.schedule(schedule)
         return self.dense(lengths, schedule.training) / ours if ours else 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderSizes:
-    """Sizes of a Llama-like decoder that costs depend on."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    """Width of the MLP, or of one expert."""
-    experts: int
-    """0 without a mixture."""
-    active_experts: int
-    """Experts per token; 1 without a mixture."""
-    attention_layers: int
-    """Those that attend: all but the layers that carry a state."""
-    state_products: int
-    """Multiplications per token of the other layers, all together."""
-
-    @classmethod
-    def from_config(cls, config: Any) -> DecoderSizes:
-        """Read a Hugging Face config. Raises as ``config_size``."""
-        config = text_config(config)
-
-        def size(name: str, default: int | None = None) -> int:
-            return config_size(config, name, default)
-
-        hidden, heads = size("hidden_size"), size("num_attention_heads")
-        name = "num_experts" if getattr(config, "num_experts", None) else None
-        name = name or "num_local_experts"
-        experts = size(name) if getattr(config, name, None) else 0
-        width = size("intermediate_size")
-        types = getattr(config, "layer_types", None) or []
-        num_linear = types.count("linear_attention")
-        num_convolutions = types.count("conv")
-        products = num_convolutions * 4 * hidden**2  # projections to 3 parts, and back
-        if num_linear:
-            keys = size("linear_num_key_heads") * size("linear_key_head_dim")
-            value_heads = size("linear_num_value_heads")
-            values = value_heads * size("linear_value_head_dim")
-            # projections (the gate as wide as the values), and the state read twice
-            # and written once
-            projections = hidden * (2 * keys + 3 * values + 2 * value_heads)
-            state = 3 * values * size("linear_key_head_dim")
-            products += num_linear * (projections + state)
-        return cls(
-            hidden=hidden,
-            layers=size("num_hidden_layers"),
-            heads=heads,
-            kv_heads=size("num_key_value_heads", heads),
-            head_dim=size("head_dim", hidden // heads),
-            intermediate=size("moe_intermediate_size", width) if experts else width,
-            experts=experts,
-            active_experts=size("num_experts_per_tok") if experts else 1,
-            attention_layers=size("num_hidden_layers") - num_linear - num_convolutions,
-            state_products=products,
-        )
-
-
-def text_config(config: Any) -> Any:
-    """Return the part of a (possibly multimodal) Hugging Face config about text."""
-    return getattr(config, "get_text_config", lambda: config)()
-
-
-def config_size(config: Any, name: str, default: int | None = None) -> int:
-    """Return a size of a Hugging Face config.
-
-    Raises:
-        ValueError: neither the config nor ``default`` has it, or it differs by layer.
-    """
-    value = getattr(config, name, None) or default
-    if value is None:
-        raise ValueError(
-            f"{type(config).__name__} has no `{name}`, so its cost cannot be "
-            "predicted; expected the config of a decoder-only language model"
-        )
-    if not isinstance(value, int):
-        raise ValueError(
-            f"{type(config).__name__}.{name}={value!r:.60}, so its cost cannot be "
-            "predicted; expected one number for all layers"
-        )
-    return value

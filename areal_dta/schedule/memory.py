@@ -16,7 +16,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from areal_dta.schedule.flops import DecoderSizes, config_size
+from areal_dta.schedule.decoder_sizes import DecoderSizes, config_size
 
 _FP32 = 4
 # Values held per logit of the current slab: log-softmax, softmax and one product of

@@ -22,8 +22,8 @@ from tests.builders import make_tree
 FLOPS = FlopModel(per_token=4e7, per_pair=2e4, per_output=1.6e7)
 # Seconds that FLOPs do not tell: a large overhead, attention three times as slow.
 TRUE = {
-    TRAINING: np.array([4e-3, 3e-5, 0.0, 4e-9, 6e-6, 2e-8]),
-    FORWARD: np.array([2e-3, 0.0, 1e-5, 1e-9, 2e-6, 0.0]),
+    TRAINING: np.array([4e-3, 3e-5, 0.0, 4e-9, 6e-6, 2e-8, 0.0]),
+    FORWARD: np.array([2e-3, 0.0, 1e-5, 1e-9, 2e-6, 0.0, 0.0]),
 }
 
 
@@ -173,6 +173,43 @@ def test_a_saved_model_goes_on_as_if_nothing_had_happened():
     assert restored.coefficients() == model.coefficients()
 
 
+def test_segments_cost_what_a_scan_pads_them_with():
+    rng = np.random.default_rng(8)
+    hybrid = dataclasses.replace(FLOPS, scan_per_token=1e7)
+    model = CostModel.from_flops(hybrid, flops_per_second=1e12)
+    prior = model.coefficients().per_segment
+    assert prior == pytest.approx(3 * 16 * 1e7 / 1e12)
+    assert CostModel.from_flops(FLOPS).coefficients().per_segment == 0
+    features = [
+        dataclasses.replace(f, num_segments=int(rng.integers(1, 40)))
+        for f in blocks(rng, 100)
+    ]
+    samples = [
+        dataclasses.replace(s, seconds=s.seconds + 1e-3 * s.features.num_segments)
+        for s in clean(features)
+    ]
+    model.observe(samples)
+    # without states there is nothing to pad, whatever was measured
+    plain = CostModel.from_flops(FLOPS)
+    plain.observe(samples)
+    assert plain.coefficients().per_segment == 0
+    assert model.median_error(samples) < 0.1 < plain.median_error(samples)
+
+
+def test_a_state_of_0_1_0_goes_on_without_segments():
+    rng = np.random.default_rng(9)
+    model = CostModel.from_flops(FLOPS)
+    model.observe(measured(rng, blocks(rng, 120)))
+    state = json.loads(json.dumps(model.state_dict()))
+    for fit in state["kinds"].values():
+        assert fit["prior"].pop() == 0
+        fit["rows"] = [[*row[:6], row[7]] for row in fit["rows"]]
+    state["version"] = 1
+    restored = CostModel.from_flops(FlopModel(1, 1, 1))
+    restored.load_state_dict(state)
+    assert restored.coefficients() == model.coefficients()
+
+
 @pytest.mark.parametrize("damage", ["version", "kinds", "rows"])
 def test_a_damaged_state_is_refused_and_changes_nothing(damage):
     model = CostModel.from_flops(FLOPS)
@@ -230,4 +267,4 @@ def test_pairs_by_hand():
     ((kind, features),) = schedule_features(make_tree("abc"), schedule)
     # the last token predicts nothing, so two tokens are computed: 1 + 2 pairs
     assert kind == TRAINING
-    assert features == BlockFeatures(1, 2, 0, 3, 2, 3)
+    assert features == BlockFeatures(1, 2, 0, 3, 2, 3, 1)

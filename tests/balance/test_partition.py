@@ -1,5 +1,6 @@
 """Partitions against trees that are really built, brute force, and what must hold."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -33,6 +34,17 @@ def by_hand(batch, pricing=PRICING):
         + pricing.per_pair * pairs_of(tree)
         + (pricing.per_output + pricing.per_loss_token) * tokens
     )
+
+
+def test_segments_of_branches_and_forks():
+    pricing = dataclasses.replace(PRICING, per_segment=100.0)
+    order = leaf_order([[1, 2, 3], [1, 2, 3], [1, 2, 4], [5]])
+
+    def segments(p):
+        return p.branches(order.length_N, order.lcp_N).sum() / 100
+
+    # [1, 2], [3], [4], [5]; a duplicate adds none
+    assert segments(pricing) - segments(PRICING) == pytest.approx(4)
 
 
 def in_order(batch):

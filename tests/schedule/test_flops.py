@@ -3,8 +3,10 @@ from types import SimpleNamespace
 import pytest
 
 from areal_dta.schedule import FlopModel, build_schedule
+from areal_dta.schedule.decoder_sizes import DecoderSizes
 from areal_dta.tree import PrefixTree
 from tests.builders import every_token, make_tree
+from tests.models import ARCHITECTURES, HYBRIDS, tiny_model
 
 SHAPE = SimpleNamespace(
     hidden_size=8,
@@ -72,3 +74,49 @@ def test_no_sharing_saves_nothing_and_empty_is_one():
 def test_a_config_without_sizes_is_named():
     with pytest.raises(ValueError, match="SimpleNamespace has no `hidden_size`"):
         FlopModel.from_config(SimpleNamespace())
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *HYBRIDS])
+def test_products_are_those_of_the_parameters(name):
+    """Every matrix once per token, experts as often as they are active."""
+    model = tiny_model(name)
+    config, products = model.config, 0.0
+    for path, parameter in model.named_parameters():
+        if parameter.dim() < 2 or "embed" in path or "lm_head" in path:
+            continue
+        is_expert = ".experts." in path
+        share = config.num_experts_per_tok / len(parameter) if is_expert else 1
+        products += share * parameter.numel()
+    sizes = DecoderSizes.from_config(config)
+    flops = FlopModel.from_config(config)
+    assert flops.per_token == 2 * (products + sizes.scan_products)
+    assert flops.mlp_per_token < flops.per_token
+    has_scan = any("A_log" in path for path, _ in model.named_parameters())
+    assert has_scan == (sizes.scan_products > 0) == (flops.scan_per_token > 0)
+
+
+def test_scans_by_hand():
+    def scan(name):
+        return DecoderSizes.from_config(tiny_model(name).config).scan_products
+
+    # 4 heads of 8 x 8, read twice and written once, in 3 layers
+    assert scan("qwen3_5_text") == 3 * 3 * 4 * 8 * 8
+    # 8 heads of 8 x 8, written and read once; 2 of 3 layers, and both of 2
+    assert scan("bamba") == scan("falcon_h1") == 2 * 2 * 8 * 8 * 8
+
+
+def test_layers_that_carry_a_state_attend_to_no_pairs():
+    def pairs(name):
+        return FlopModel.from_config(tiny_model(name).config).per_pair
+
+    one_layer = 4 * 4 * 8
+    assert pairs("mamba2") == 0
+    assert pairs("bamba") == pairs("nemotron_h") == pairs("lfm2") == one_layer
+    assert pairs("falcon_h1") == 2 * one_layer
+
+
+def test_mamba2_needs_no_sizes_of_attention():
+    config = tiny_model("mamba2").config
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        delattr(config, name)
+    assert FlopModel.from_config(config).per_token > 0

@@ -64,12 +64,13 @@ def gated_delta_rule(
     # Depth by depth: the state that each chunk receives, and what it writes.
     received, writes, left = [], [], []
     state = _entering(entering, dim_k, v)
-    for at, above in _depths(chunks):
-        state = _received(state, above, at)
-        write = written[at] - erased[at] @ state
+    depths = _by_depth(chunks, written, erased, kept_MN11, keys_MNKC)
+    for above, (new, erases, kept, keys) in depths:
+        state = _received(state, above, len(new))
+        write = new - erases @ state
         received.append(state)
         writes.append(write)
-        state = state * kept_MN11[at] + keys_MNKC[at] @ write
+        state = state * kept + keys @ write
         left.append(state)
     scores_MNCC = (q @ k.transpose(-1, -2)) * decay_MNCC
     out = (q * g.exp()) @ torch.cat(received) + scores_MNCC @ torch.cat(writes)
@@ -101,10 +102,10 @@ def state_space(
     kept_MN11 = last.exp()
     received, left = [], []
     state = _entering(entering, dim, x)
-    for at, above in _depths(chunks):
-        state = _received(state, above, at)
+    for above, (kept, new) in _by_depth(chunks, kept_MN11, added):
+        state = _received(state, above, len(new))
         received.append(state)
-        state = state * kept_MN11[at] + added[at]
+        state = state * kept + new
         left.append(state)
     scores_MNCC = (c @ b.transpose(-1, -2)) * _decays(a)
     out = (c * a.exp()) @ torch.cat(received) + scores_MNCC @ x
@@ -127,19 +128,21 @@ def _entering(entering: Tensor | None, dim_k: int, value_MNCV: Tensor) -> Tensor
     return value_MNCV.new_zeros(1, num_heads, dim_k, dim_v)
 
 
-def _depths(chunks: ChunkTree) -> Iterator[tuple[slice, Tensor | None]]:
-    """Yield, per depth, where its chunks lie and which chunks are above them."""
+def _by_depth(
+    chunks: ChunkTree, *parts_M: Tensor
+) -> Iterator[tuple[Tensor | None, tuple[Tensor, ...]]]:
+    """Yield, per depth, which chunks are above its chunks, and their part of tensors.
+
+    Split once: a slice per depth would have a gradient of the size of the whole each.
+    """
     later = [1 if above is None else len(above) for above in chunks.above[1:]]
-    start = 0
-    for num, above in zip(
-        [chunks.num_chunks - sum(later), *later], chunks.above, strict=True
-    ):
-        yield slice(start, start + num), above
-        start += num
+    sizes = [chunks.num_chunks - sum(later), *later]
+    parts = zip(*(x.split(sizes) for x in parts_M), strict=True)
+    yield from zip(chunks.above, parts, strict=True)
 
 
-def _received(state: Tensor, above: Tensor | None, at: slice) -> Tensor:
+def _received(state: Tensor, above: Tensor | None, num_chunks: int) -> Tensor:
     """Return the states that the chunks of a depth receive from those above."""
     if above is not None:
         return state.index_select(0, above)
-    return state.expand(at.stop - at.start, *state.shape[1:])
+    return state.expand(num_chunks, *state.shape[1:])
