@@ -27,6 +27,7 @@ PACKAGES = (
     "flash-attn",
     "flash-attn-4",
     "flash-linear-attention",
+    "causal-conv1d",
 )
 _PINNED = frozenset({"torch", "triton", "transformers"})
 """Packages whose versions others pin; the pins are compared with what is installed."""

@@ -57,6 +57,7 @@ from areal_dta.engine.watch.skipped_steps import (
 from areal_dta.executor import TreeExecutor
 from areal_dta.executor.checks.multimodal import freeze_other_parts, is_multimodal
 from areal_dta.executor.model_refusals import check_unloaded_model
+from areal_dta.executor.states.kinds import scan_line
 from areal_dta.schedule import FlopModel
 from areal_dta.tree import PrefixTree
 
@@ -143,6 +144,8 @@ class DTAEngine(RecoverableEngine):
         fused = self.runner.executor.fuse()
         if fused.replaced or fused.left:
             self.logger.info(f"dta.fused_layers={fused}")
+        if (line := scan_line(self.model)) is not None:
+            self.logger.info(line)
         try:
             self._flop_model = FlopModel.from_config(
                 self.model_config, self.config.is_critic

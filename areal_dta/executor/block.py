@@ -151,7 +151,8 @@ def block_arrays(
             arrays.update({(role, *key): array for key, array in of_role.items()})
     if layout.runs is not None:
         widths = {width for layer in stateful for width in layer.widths.values()}
-        for key, array in layout.runs.arrays(widths).items():
+        with_levels = any(layer.scans_runs for layer in stateful)
+        for key, array in layout.runs.arrays(widths, with_levels).items():
             arrays["state", *key] = array
     return arrays
 

@@ -12,6 +12,8 @@ with gradients, and entropies as plain values.
   areal       AReaL's packed trees; with ``--variants`` alone, for it needs areal
   dense_packed  sequences packed as AReaL's FSDP engine does, gradients summed in fp32
   dta_auto    this package with the budgets that `auto` takes, gradients summed in fp32
+  dta_alone   each sequence through this package, with nothing shared and all logits:
+              what its kernels and scans alone are worth (``--variants`` only)
   dta         this package: fragments, loss positions only
   dta_whole   the same with the last layer run on all tokens
 """
@@ -31,6 +33,7 @@ from torch import Tensor
 
 from areal_dta.executor import ExecutorConfig, TreeExecutor
 from areal_dta.schedule import FlopModel, NeededOutputs
+from areal_dta.tree import PrefixTree
 from bench.workloads import Work
 
 _ENTROPY_ROWS = 1024
@@ -152,6 +155,27 @@ class PerSequence(Variant):
         return self._flops.dense(lengths, num_outputs=num_outputs)
 
 
+class Alone(PerSequence):
+    """The executor on trees of one sequence each, with outputs at every position."""
+
+    def __init__(self, name: str, model: Any, config: ExecutorConfig) -> None:
+        super().__init__(name, model)
+        self._executor = TreeExecutor(model, config)
+
+    def run(self, work: Work) -> RunCounts:
+        num_blocks = num_tokens = 0
+        for i, sequence in enumerate(work.workload.sequences):
+            tree = PrefixTree.from_sequences([sequence])
+            self._executor.forward_backward(
+                tree, lambda _, *outputs, i=i: work.loss(i, *outputs)
+            )
+            stats = self._executor.last_stats
+            assert stats is not None
+            num_blocks += stats.num_blocks
+            num_tokens += stats.num_forward_tokens
+        return RunCounts(num_blocks, num_tokens)
+
+
 class Packed(Variant):
     """Runs a whole tree in one call: depths as positions, ancestors as the mask.
 
@@ -253,12 +277,15 @@ def make_variant(name: str, model: Any, budgets: dict[str, Any]) -> Variant:
         from bench.areal_packed import ArealPacked
 
         return ArealPacked(name, model)
+    elif name == "dta_alone":
+        return Alone(name, model, ExecutorConfig(**budgets))
     elif name in ("dense_packed", "dta_auto"):
         from bench.packed_dense import AutoTree, PackedDense
 
         return {"dense_packed": PackedDense, "dta_auto": AutoTree}[name](name, model)
     elif spec or kind not in VARIANTS:
-        known = ", ".join((*VARIANTS, "areal", "dense_packed", "dta_auto"))
+        more = "areal", "dense_packed", "dta_alone", "dta_auto"
+        known = ", ".join((*VARIANTS, *more))
         raise ValueError(f"variant {name!r}; expected one of {known}")
     if kind in ("dta", "dta_whole"):
         budgets = {**budgets, "whole_last_layer": kind == "dta_whole"}

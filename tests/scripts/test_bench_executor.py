@@ -42,7 +42,7 @@ def output(tmp_path_factory):
     argv = "--model tiny --data none --device cpu --repeats 2 --path-tokens 100 "
     argv += "--workloads tau2-airline,grpo-short,no-sharing --answer-tokens 4,12 "
     argv += "--prompt-tokens 10 --max-sequences 8 "
-    argv += f"--variants {','.join(VARIANTS)},dta@16/0 --json {path}"
+    argv += f"--variants {','.join(VARIANTS)},dta_alone,dta@16/0 --json {path}"
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         printed: list[str] = []
@@ -63,7 +63,7 @@ def test_every_variant_has_the_gradients_of_dense(output):
     ]
     for workload in written["workloads"]:
         measured = {m["variant"]: m for m in workload["measurements"]}
-        assert list(measured) == [*VARIANTS, "dta@16/0"]
+        assert list(measured) == [*VARIANTS, "dta_alone", "dta@16/0"]
         assert measured["dense"]["gradient_error"] == 0.0
         for name, m in measured.items():
             assert m["gradient_error"] < 3e-6, (workload["name"], name)
@@ -106,11 +106,12 @@ def test_markdown_has_a_header_and_a_row_a_variant(output):
     assert "seed 0" in printed and "rounds 2" in printed and "tiny (" in printed
     rows = [line for line in printed.splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
-    num_variants = len(VARIANTS) + 1
+    num_variants = len(VARIANTS) + 2
     assert len(rows) == len(written["workloads"]) * (num_variants + 2)
     assert all(len(row) == len(COLUMNS) for row in cells)
     assert cells[0] == COLUMNS
-    assert [row[0] for row in cells[2 : num_variants + 2]] == [*VARIANTS, "dta@16/0"]
+    names = [*VARIANTS, "dta_alone", "dta@16/0"]
+    assert [row[0] for row in cells[2 : num_variants + 2]] == names
     first = written["workloads"][0]["measurements"][0]
     assert cells[2][1] == f"{first['median_seconds']:.3f}"
 

@@ -13,8 +13,10 @@ from areal_dta import launch
 from areal_dta.config.composed import ConfigError
 from areal_dta.embedded import tiny_model_path
 from areal_dta.startup import checks
+from areal_dta.startup.check_models import check_model
 from areal_dta.startup.prepare import prepare
-from tests.startup.test_checks import check
+from tests.models import tiny_model
+from tests.startup.test_checks import check, load
 
 AGENT = {"name": "gsm8k_calculator"}
 PPO = {"name": "gsm8k_ppo"}
@@ -91,6 +93,33 @@ def test_code_of_a_checkpoint_is_not_run(tmp_path: Path) -> None:
         prepare("gsm8k_grpo", ["hardware=cpu", f"tokenizer_path={tmp_path}/tokenizer"])
     with pytest.raises(ConfigError, match="embedded|local never runs code"):
         check("trust_remote_code=true")
+
+
+STATES = "layers that carry a state from token to token, and AReaL packs sequences"
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "lfm2", "mamba2"])
+def test_areals_own_engine_carries_states_from_sequence_to_sequence(
+    name: str, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_model_path(), tmp_path / "model")
+    tiny_model(name, vocab_size=512).save_pretrained(tmp_path / "model")
+
+    def found(backend: str, path: Path) -> list[str]:
+        run, *_ = load(f"actor.path={path}", f"actor.backend={backend}")
+        notes = check_model(run.actor, trust_remote_code=False)
+        return [note for note in notes if STATES in note]
+
+    model = tmp_path / "model"
+    (note,) = found("areal-fsdp:d1", model)
+    assert note.startswith(f"actor.backend=areal-fsdp:d1: {name} has layers that")
+    assert "Use actor.backend=dta:dN or fsdp:dN" in note
+    for backend, path in (
+        ("dta:d1", model),
+        ("fsdp:d1", model),
+        ("areal-fsdp:d1", tiny_model_path()),
+    ):
+        assert found(backend, path) == []
 
 
 def test_a_model_that_trees_cannot_split_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 Two states: the tail of its convolution (three of them in OLMo-Hybrid), and a matrix per
 head that the delta rule reads and writes. Both functions are attributes of the module
 in Transformers 5.3, which is where the executor takes over.
+
+On a GPU the delta rule is flash-linear-attention's and the convolution causal-conv1d's
+where they are installed and take what is needed (`library_scan`).
 """
 
 # S = block tokens, N = heads, K = key dim, V = value dim
@@ -14,8 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
+from areal_dta.executor.states import library_scan
 from areal_dta.executor.states.protocol import StatefulLayer, active_states
-from areal_dta.executor.states.run_tree import ChunkTree
+from areal_dta.executor.states.run_tree import ChunkTree, RunLevels
 from areal_dta.executor.states.scan import gated_delta_rule
 from areal_dta.executor.states.short_convolution import TAIL, convolution
 
@@ -33,10 +37,11 @@ _EPS = 1e-6
 
 def gated_deltanet(module: Any) -> StatefulLayer:
     """Describe a module of CLASSES."""
-    width = module.conv_kernel_size
+    width, on_gpu = module.conv_kernel_size, module.A_log.is_cuda
+    library = library_scan.installed_delta_rule()[0] if on_gpu else None
     if hasattr(module, "conv1d"):
         convolutions = {TAIL: module.conv1d}
-        attributes = [_whole(module, width)]
+        attributes = _whole(module, width, on_gpu)
     else:  # OLMo-Hybrid: one each for queries, keys and values
         convolutions = {f"{TAIL} of {x}": getattr(module, f"{x}_conv1d") for x in "qkv"}
         attributes = [
@@ -48,18 +53,23 @@ def gated_deltanet(module: Any) -> StatefulLayer:
         module=module,
         widths=dict.fromkeys(convolutions, width),
         has_scan=True,
-        attributes=[*attributes, (module, "chunk_gated_delta_rule", _scan(module))],
+        attributes=[
+            *attributes,
+            (module, "chunk_gated_delta_rule", _scan(module, library)),
+        ],
         state_elements=module.num_v_heads * module.head_k_dim * module.head_v_dim,
         tail_elements=(width - 1) * (2 * module.key_dim + module.value_dim),
+        scans_runs=library is not None,
     )
 
 
-def _whole(module: Any, width: int) -> tuple[Any, str, Any]:
-    """Return the attribute by which Qwen's layers reach their convolution."""
-    own = module.causal_conv1d_fn
-    if own is None:
+def _whole(module: Any, width: int, on_gpu: bool) -> list[tuple[Any, str, Any]]:
+    """Return the attributes by which Qwen's layers reach their convolution."""
+    own, name = module.causal_conv1d_fn, "causal_conv1d_fn"
+    if not (on_gpu and library_scan.fits_convolution(own)):
         conv = module.conv1d
-        return conv, "forward", convolution(module, conv, TAIL, width)
+        forward = convolution(module, conv, TAIL, width)
+        return [(module, name, None), (conv, "forward", forward)]
 
     def causal_conv1d_fn(x: Tensor, **options: Any) -> Tensor:
         def call(x: Tensor) -> Tensor:
@@ -68,7 +78,7 @@ def _whole(module: Any, width: int) -> tuple[Any, str, Any]:
 
         return active_states().convolve((module.layer_idx, TAIL), x, width, call)
 
-    return module, "causal_conv1d_fn", causal_conv1d_fn
+    return [(module, name, causal_conv1d_fn)]
 
 
 def _split(module: Any, conv: Any, name: str, width: int) -> Callable[..., Any]:
@@ -87,7 +97,7 @@ def _split(module: Any, conv: Any, name: str, width: int) -> Callable[..., Any]:
     return forward
 
 
-def _scan(module: Any) -> Callable[..., Any]:
+def _scan(module: Any, library: Callable[..., Any] | None) -> Callable[..., Any]:
     def chunk_gated_delta_rule(
         query: Tensor,
         key: Tensor,
@@ -98,6 +108,19 @@ def _scan(module: Any) -> Callable[..., Any]:
         **options: Any,
     ) -> tuple[Tensor, None]:
         """query, key: [1, S, N, K]; value: [1, S, N, V]; g, beta: [1, S, N]."""
+        index, num_tokens = module.layer_idx, query.shape[1]
+        if library is not None and value.dtype in library_scan.DTYPES:
+            inputs = {"q": query, "k": key, "v": value, "g": g, "beta": beta}
+
+            def run_levels(
+                levels: RunLevels, entering: Tensor | None
+            ) -> tuple[Tensor, list[Tensor]]:
+                return library_scan.delta_rule_by_runs(
+                    library, levels, inputs, entering, use_qk_l2norm_in_kernel
+                )
+
+            out = active_states().scan_runs(index, num_tokens, run_levels)
+            return out[None], None
         if use_qk_l2norm_in_kernel:
             query, key = _normed(query), _normed(key)
 
@@ -108,7 +131,7 @@ def _scan(module: Any) -> Callable[..., Any]:
                 chunks, query[0], key[0], value[0], g[0], beta[0], entering
             )
 
-        out = active_states().scan(module.layer_idx, query.shape[1], run)
+        out = active_states().scan(index, num_tokens, run)
         return out[None], None
 
     return chunk_gated_delta_rule

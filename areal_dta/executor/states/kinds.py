@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from areal_dta.executor.states import gated_deltanet, mamba2, short_convolution
+from areal_dta.executor.states.library_scan import installed_delta_rule
 from areal_dta.executor.states.protocol import StatefulLayer
 
 KINDS: dict[str, Callable[[Any], StatefulLayer]] = {
@@ -44,16 +45,37 @@ def stateful_layers(model: nn.Module) -> list[StatefulLayer]:
     """Return the layers of a model that carry a state, as KINDS describe them."""
     found = []
     for module in model.modules():
-        describe = KINDS.get(type(module).__name__.removeprefix("FSDP"))
+        describe = KINDS.get(_class_name(module))
         if describe is not None:
             found.append(describe(module))
     return found
 
 
+def scan_line(model: nn.Module) -> str | None:
+    """Return one line on what scans the states of a model; None if nothing does."""
+    layers = [layer for layer in stateful_layers(model) if layer.has_scan]
+    if not layers:
+        return None
+    names = sorted({_class_name(layer.module) for layer in layers})
+    line = f"{len(layers)} layers scan their states ({', '.join(names)}): "
+    if layers[0].scans_runs:
+        return line + installed_delta_rule()[1]
+    line += "in chunks, in PyTorch"
+    if not gated_deltanet.CLASSES.isdisjoint(names):
+        on_gpu = layers[0].module.A_log.is_cuda
+        why = installed_delta_rule()[1] if on_gpu else "not on a GPU"
+        line += f" ({why})"
+    return line
+
+
+def _class_name(module: nn.Module) -> str:
+    return type(module).__name__.removeprefix("FSDP")
+
+
 def why_unknown(model: nn.Module) -> str | None:
     """Return why the first layer with a state that is not in KINDS is refused."""
     for module in model.modules():
-        name = type(module).__name__.removeprefix("FSDP")
+        name = _class_name(module)
         if name in UNKNOWN:
             return f"{name}: {UNKNOWN[name]}"
     return None

@@ -23,13 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from areal_dta.executor.states.run_tree import ChunkTree, RunTree
+from areal_dta.executor.states.run_tree import ChunkTree, RunLevels, RunTree
 
 StateKey = tuple[int, str]
 """Layer index and name of one of its states."""
 Scan = Callable[[ChunkTree, Tensor | None], tuple[Tensor, list[Tensor]]]
 """(chunks, entering state or None) -> outputs [S, ...], and per depth of chunks the
 states that they leave."""
+RunScan = Callable[[RunLevels, Tensor | None], tuple[Tensor, list[Tensor]]]
+"""The same for whole runs."""
 
 SCAN = "scan"
 
@@ -49,6 +51,8 @@ class StatefulLayer:
     """Elements of the scan's state."""
     tail_elements: int = 0
     """Elements of all tails of the convolutions."""
+    scans_runs: bool = False
+    """Whether its scan may ask for whole runs."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,10 +73,15 @@ class BlockStates:
     leaving: dict[StateKey, Tensor] = field(default_factory=dict)
     """Per state [X, ...], part of the graph; one per exit."""
     chunks: ChunkTree = field(init=False)
+    levels: RunLevels | None = field(init=False)
+    """Whole runs; None where no layer asks for them."""
     _calls: Counter[StateKey] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.chunks = self.runs.on_device(self.arrays)
+        scans_runs = any(layer.scans_runs for layer in self.layers)
+        levels = self.runs.levels_on_device(self.arrays) if scans_runs else None
+        self.levels = levels
 
     def restart(self) -> None:
         """Forget a call of the model, to run the block once more."""
@@ -123,12 +132,23 @@ class BlockStates:
 
     def scan(self, layer_idx: int, num_tokens: int, scan: Scan) -> Tensor:
         """Return the outputs of a scan over the paths of a block, [S, ...]."""
+        return self._scan(layer_idx, num_tokens, scan, self.chunks)
+
+    def scan_runs(self, layer_idx: int, num_tokens: int, scan: RunScan) -> Tensor:
+        """Return the same of a scan over whole runs."""
+        assert self.levels is not None
+        return self._scan(layer_idx, num_tokens, scan, self.levels)
+
+    def _scan(
+        self, layer_idx: int, num_tokens: int, scan: Callable[..., Any], where: Any
+    ) -> Tensor:
         key = layer_idx, SCAN
         self._calls[key] += 1
         self._check_tokens(key, num_tokens)
-        out, states = scan(self.chunks, self.entering.get(key))
-        if self.chunks.left is not None:
-            self.leaving[key] = torch.cat(states).index_select(0, self.chunks.left)
+        out: Tensor
+        out, states = scan(where, self.entering.get(key))
+        if where.left is not None:
+            self.leaving[key] = torch.cat(states).index_select(0, where.left)
         return out
 
     def _check_tokens(self, key: StateKey, num_tokens: int) -> None:

@@ -88,12 +88,20 @@ class RunTree:
             depths.append(num + (depths[parent] if parent >= 0 else 0))
         return depths
 
-    def arrays(self, widths: Collection[int]) -> dict[tuple[Any, ...], np.ndarray]:
-        """Return the index arrays of convolutions of some widths, and of scans."""
+    def arrays(
+        self, widths: Collection[int], with_levels: bool = False
+    ) -> dict[tuple[Any, ...], np.ndarray]:
+        """Return the index arrays of convolutions of some widths, and of scans.
+
+        Args:
+            with_levels: also those of scans over whole runs.
+        """
         arrays: dict[tuple[Any, ...], np.ndarray] = {}
         for width in widths:
             arrays.update(self._convolution(width))
         arrays.update(self._chunks(self.chunk_size))
+        if with_levels:
+            arrays.update(self._run_levels())
         return arrays
 
     def _convolution(self, width: int) -> dict[tuple[Any, ...], np.ndarray]:
@@ -162,6 +170,64 @@ class RunTree:
             above = rank_M[above_M[order[offset[depth] : offset[depth + 1]]]]
             arrays["chunk", "above", depth] = above - offset[depth - 1]
         return arrays
+
+    @cached_property
+    def _levels(self) -> list[list[int]]:
+        """Runs by their depth."""
+        depth = [depth - 1 for depth in self._depths([1] * len(self.lengths))]
+        levels: list[list[int]] = [[] for _ in range(max(depth) + 1)]
+        for run, at in enumerate(depth):
+            levels[at].append(run)
+        return levels
+
+    def _ends(self, level: Sequence[int]) -> np.ndarray:
+        """Return 0 and where each run of a level ends, runs side by side."""
+        return np.cumsum([0, *(self.lengths[run] for run in level)])
+
+    def _run_levels(self) -> dict[tuple[Any, ...], np.ndarray]:
+        """Where tokens lie by depth of their run, and which run is above which."""
+        arrays: dict[tuple[Any, ...], np.ndarray] = {}
+        rank = {run: i for level in self._levels for i, run in enumerate(level)}
+        in_order = [run for level in self._levels for run in level]
+        if self.exits:
+            left = [in_order.index(run) for run in self.exits]
+            arrays["run", "left"] = np.array(left, np.int64)
+        for depth, level in enumerate(self._levels):
+            if len(level) > 1:
+                arrays["run", "ends", depth] = self._ends(level)
+            if depth:
+                above = [rank[self.parents[run]] for run in level]
+                arrays["run", "above", depth] = np.array(above, np.int64)
+        if in_order != sorted(in_order):
+            slot_S = np.empty(self.num_tokens, np.int64)
+            end = 0
+            for run in in_order:
+                start, length = self.starts[run], self.lengths[run]
+                slot_S[start : start + length] = np.arange(end, end + length)
+                end += length
+            arrays["run", "slot"] = slot_S
+        return arrays
+
+    def levels_on_device(self, arrays: Mapping[Any, Tensor]) -> RunLevels:
+        """Return the runs of this block by depth.
+
+        Args:
+            arrays: those of `arrays` with levels, on the device.
+        """
+        levels = []
+        for depth, level in enumerate(self._levels):
+            ends = self._ends(level)
+            levels.append(
+                RunLevel(
+                    num_runs=len(level),
+                    num_tokens=int(ends[-1]),
+                    ends=arrays.get(("run", "ends", depth)),
+                    ends_on_host=torch.from_numpy(ends),
+                    above=arrays.get(("run", "above", depth)),
+                )
+            )
+        slot, left = (arrays.get(("run", name)) for name in ("slot", "left"))
+        return RunLevels(levels, slot, left)
 
     def on_device(self, arrays: Mapping[Any, Tensor]) -> ChunkTree:
         """Return the chunks of this block.
@@ -243,3 +309,41 @@ class ChunkTree:
             return flat[: self.num_tokens]
         joined: Tensor = _Empty.apply(flat, self.slot_S)
         return joined
+
+
+@dataclass(frozen=True, slots=True)
+class RunLevel:
+    """Runs of one depth, side by side."""
+
+    num_runs: int
+    num_tokens: int
+    ends: Tensor | None
+    """0 and where each run ends, [R + 1]; None for a single run."""
+    ends_on_host: Tensor
+    above: Tensor | None
+    """For each run its parent among those of the depth above; None at the top."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLevels:
+    """Runs of a block on its device, sorted by depth."""
+
+    levels: list[RunLevel]
+    slot_S: Tensor | None
+    """Where each token lies in the levels, end to end; None: in order."""
+    left: Tensor | None
+    """Runs after which states leave the block."""
+
+    def sort(self, x_SX: Tensor) -> Tensor:
+        """Return tokens [S, ...] by the depth of their run."""
+        if self.slot_S is None:
+            return x_SX
+        filled: Tensor = _Fill.apply(x_SX, self.slot_S, len(x_SX))
+        return filled
+
+    def restore(self, x_SX: Tensor) -> Tensor:
+        """Return tokens [S, ...] in the order of the block."""
+        if self.slot_S is None:
+            return x_SX
+        restored: Tensor = _Empty.apply(x_SX, self.slot_S)
+        return restored
