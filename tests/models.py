@@ -85,6 +85,14 @@ HYBRIDS = {
         "num_local_experts": 0,
         "shared_intermediate_size": 24,
     },
+    "granitemoehybrid-experts": _SMALL_MAMBA
+    | {
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 24,
+    },
     "nemotron_h": {
         "layers_block_type": ["mamba", "attention", "mamba", "moe"],
         "mamba_num_heads": 8,

@@ -31,7 +31,8 @@ QUICK = ("qwen3_5_text", "lfm2", "mamba2")
 FAMILIES = {
     "delta": ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"),
     "convolutions": ("lfm2", "lfm2_moe"),
-    "mamba": ("mamba2", "bamba", "granitemoehybrid", "nemotron_h", "falcon_h1"),
+    "mamba": ("mamba2", "bamba", "falcon_h1", "nemotron_h"),
+    "granite": ("granitemoehybrid", "granitemoehybrid-experts"),
 }
 assert {name for names in FAMILIES.values() for name in names} == set(HYBRIDS)
 
@@ -70,12 +71,16 @@ def run_mamba(rank: int, directory: Path) -> dict[str, Any]:
     return _run(rank, sweep_keys("mamba"))
 
 
+def run_granite(rank: int, directory: Path) -> dict[str, Any]:
+    return _run(rank, sweep_keys("granite"))
+
+
 def _run(rank: int, keys: list[tuple[str, str, str, str]]) -> dict[str, Any]:
     group = dist.new_group(timeout=COLLECTIVE_TIMEOUT, backend="gloo")
     results = {}
     for key in keys:
         print(*key, flush=True)
-        results["-".join(key)] = _train_and_forward(rank, group, *key)
+        results[" ".join(key)] = _train_and_forward(rank, group, *key)
     return results
 
 

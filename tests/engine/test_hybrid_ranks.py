@@ -15,7 +15,7 @@ from tests.engine.ranks import run_ranks
 from tests.models import relative_error
 
 TOLERANCE = 1e-10
-QUICK = ["-".join(key) for key in scenarios.QUICK_KEYS]
+QUICK = [" ".join(key) for key in scenarios.QUICK_KEYS]
 
 
 @functools.cache
@@ -29,7 +29,7 @@ def dense(name):
 
 
 def check(ranks, key):
-    loss, want, logprobs = dense(key.split("-")[0])
+    loss, want, logprobs = dense(key.split()[0])
     results = [rank[key] for rank in ranks]
     assert sum(x["loss"] for x in results) == pytest.approx(loss, rel=TOLERANCE)
     for result in results:
@@ -63,4 +63,4 @@ def test_gathered_per_step(quick, key):
 def test_every_kind_with_every_budget(family, tmp_path):
     ranks = run_ranks(getattr(scenarios, f"run_{family}"), [2], tmp_path)[2]
     for key in scenarios.sweep_keys(family):
-        check(ranks, "-".join(key))
+        check(ranks, " ".join(key))

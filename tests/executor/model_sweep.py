@@ -100,6 +100,19 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 32},
     },
+    # the decoder's own configuration is chosen by name, and is of 24 layers by default
+    "got_ocr2": {
+        "text_config": {
+            "model_type": "qwen2",
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": NUM_LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 128,
+        }
+    },
     # a pattern and how often it is repeated: must give the number of layers
     "gpt_neo": {"attention_types": [[["global", "local"], NUM_LAYERS // 2]]},
     # the default is None, which the model cannot read
