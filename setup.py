@@ -38,7 +38,7 @@ setup(
         "aiohttp",
         "datasets",
         "fastapi",
-        "h11",
+        "httptools",
         "huggingface-hub",
         "hydra-core",
         "jinja2",

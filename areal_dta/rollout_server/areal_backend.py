@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 import ray
@@ -37,10 +38,15 @@ from areal.api.io_struct import (
     WeightUpdateRequests,
 )
 from areal.engine.sglang_remote import RemoteSGLangEngine, SGLangBackend
-from areal.infra import RemoteInfEngine, RolloutController, workflow_context
+from areal.infra import RolloutController, workflow_context
 from areal.infra.remote_inf_engine import GroupedRolloutWorkflow
 from areal.utils.network import find_free_ports, format_hostport, gethostip
 
+from areal_dta.areal_fixes.rollout_requests import (
+    PromptlyResumed,
+    keep_connections,
+    remember_versions,
+)
 from areal_dta.collector.prompt_issuer import PROMPT_ID_KEY
 from areal_dta.config import lora
 from areal_dta.config.server_options import TOKEN_VARIABLE, LocalServerConfig
@@ -218,6 +224,13 @@ class LocalBackend(SGLangBackend):
         )
 
 
+@cache
+def _repair_client() -> None:
+    """Repair AReaL's client, once in this process."""
+    remember_versions()
+    keep_connections()
+
+
 def _with_token(request: HttpRequest) -> HttpRequest:
     # Sent in the body: AReaL's client sends no extra headers, and logs URLs.
     if token := os.environ.get(TOKEN_VARIABLE):
@@ -225,7 +238,7 @@ def _with_token(request: HttpRequest) -> HttpRequest:
     return request
 
 
-class LocalInfEngine(RemoteInfEngine):
+class LocalInfEngine(PromptlyResumed):
     """AReaL's client, with a server address of our choice and watched start-up."""
 
     def _resolve_workflow(
@@ -350,6 +363,7 @@ class LocalEngine(RemoteSGLangEngine):
 
     def __init__(self, config: InferenceEngineConfig) -> None:
         super().__init__(config)
+        _repair_client()
         self._engine = LocalInfEngine(config, LocalBackend())
         self._counted = dict.fromkeys(_SERVER_STATS, 0)
 

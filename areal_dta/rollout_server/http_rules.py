@@ -6,19 +6,19 @@ AReaL's client logs the reason of a failed request, but not its body.
 
 import asyncio
 import logging
+import re
 import secrets
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-import h11
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import Message
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from areal_dta.config.server_options import TOKEN_VARIABLE, is_loopback
 from areal_dta.rollout_server.protocol import describe_errors
@@ -29,6 +29,8 @@ MAX_BODY_BYTES = 64 * 1024 * 1024
 _MAX_REASON_CHARS = 300
 #: Carries the message from the application to the connection: ASGI has no reason.
 _REASON_HEADER = "x-reason"
+_REASON_IN_HEAD = re.compile(rb"\r\n" + _REASON_HEADER.encode() + rb": ([^\r]*)\r\n")
+_STATUS = re.compile(rb"HTTP/1\.1 [45]\d\d ")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,22 +178,27 @@ def _refuse(status: int, message: str) -> JSONResponse:
     )
 
 
-class _ReasonConnection(h11.Connection):
-    """Connection that takes the reason phrase from the response's headers."""
+class _ReasonTransport:
+    """Transport that moves the reason of a refusal into the status line."""
 
-    def send(self, event: Any) -> Any:
-        if isinstance(event, h11.Response):
-            reason = dict(event.headers).get(_REASON_HEADER.encode())
-            if reason is not None:
-                event = h11.Response(
-                    status_code=event.status_code, headers=event.headers, reason=reason
-                )
-        return super().send(event)
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        # Status line and headers of a response come in one piece, without its body.
+        status = _STATUS.match(data)
+        reason = _REASON_IN_HEAD.search(data) if status else None
+        if status and reason:
+            data = status[0] + reason[1] + data[data.index(b"\r\n") :]
+        self._transport.write(data)
 
 
-class ReasonProtocol(H11Protocol):
+class ReasonProtocol(HttpToolsProtocol):
     """Uvicorn's HTTP protocol, with our reason phrases."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.conn = _ReasonConnection(h11.SERVER)
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.transport = cast(asyncio.Transport, _ReasonTransport(transport))

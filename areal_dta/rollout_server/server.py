@@ -51,6 +51,8 @@ _PARENT_POLL_SECONDS = 0.5
 # AReaL waits five seconds between SIGTERM and SIGKILL.
 _THREAD_STOP_SECONDS = 2.0
 _HTTP_STOP_SECONDS = 1
+# Longer than clients keep an idle connection (`areal_fixes/rollout_requests.py`).
+_KEPT_OPEN_SECONDS = 75
 _ORPHAN_EXIT_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 # A dead generation thread is told to clients this long, before the port closes.
@@ -140,6 +142,7 @@ class _Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 backlog=4096,
+                timeout_keep_alive=_KEPT_OPEN_SECONDS,
                 timeout_graceful_shutdown=_HTTP_STOP_SECONDS,
             )
         )
