@@ -156,11 +156,31 @@ REPAIRS: Final = (
         ">=2.9,<3",  # monthly releases; the switch has been the same for years
     ),
     Repair(
-        "weight_sync.load_when_saved",
+        "rollout_workers.load_when_saved",
         "Rollout workers look once per second whether new weights are saved, and "
         "nearly always just before they are.",
         "a saved checkpoint is announced to waiting workers",
         "delete the controller's own `update_weights_from_disk`",
+    ),
+    Repair(
+        "rollout_workers.PromptlyResumed",
+        "A request that a weight update interrupts sleeps for half a second before it "
+        "looks whether it may go on: newer ones overtake it, and the batch that the "
+        "trainer waits for comes last.",
+        "requests wait for the event of being resumed",
+    ),
+    Repair(
+        "rollout_workers.keep_connections",
+        "Each generation request opens a connection of its own.",
+        "`get_default_connector` does not force connections to close",
+        _CALL,
+    ),
+    Repair(
+        "rollout_workers.remember_versions",
+        "Every prompt that is tokenized looks up the installed version of Transformers "
+        "on the disk, which takes longer than to tokenize it.",
+        "`pkg_version` keeps what it has found",
+        _CALL,
     ),
     Repair(
         "training_engines.PairRewards",

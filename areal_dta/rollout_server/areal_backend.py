@@ -42,7 +42,7 @@ from areal.infra import RolloutController, workflow_context
 from areal.infra.remote_inf_engine import GroupedRolloutWorkflow
 from areal.utils.network import find_free_ports, format_hostport, gethostip
 
-from areal_dta.areal_fixes.rollout_requests import (
+from areal_dta.areal_fixes.rollout_workers import (
     PromptlyResumed,
     keep_connections,
     remember_versions,

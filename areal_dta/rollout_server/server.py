@@ -51,7 +51,7 @@ _PARENT_POLL_SECONDS = 0.5
 # AReaL waits five seconds between SIGTERM and SIGKILL.
 _THREAD_STOP_SECONDS = 2.0
 _HTTP_STOP_SECONDS = 1
-# Longer than clients keep an idle connection (`areal_fixes/rollout_requests.py`).
+# Longer than clients keep an idle connection (`areal_fixes/rollout_workers.py`).
 _KEPT_OPEN_SECONDS = 75
 _ORPHAN_EXIT_SECONDS = 5.0
 _POLL_SECONDS = 0.2

@@ -23,6 +23,7 @@ from areal.utils import logging, stats_tracker
 
 from areal_dta.areal_fixes.agent_proxy import our_proxy
 from areal_dta.areal_fixes.registry import wrapped
+from areal_dta.areal_fixes.rollout_workers import load_when_saved
 from areal_dta.areal_fixes.trainer_steps import (
     critic_stats,
     free_results,
@@ -30,7 +31,6 @@ from areal_dta.areal_fixes.trainer_steps import (
     teacher_cleared,
     with_secret_key,
 )
-from areal_dta.areal_fixes.weight_sync import load_when_saved
 from areal_dta.collector.collector import Collector
 from areal_dta.collector.controllers import DispatchController
 from areal_dta.collector.planned_batch import PlannedBatch

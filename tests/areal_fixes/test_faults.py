@@ -44,6 +44,7 @@ from areal_dta.areal_fixes.training_engines import (
 from tests.areal_fixes import (
     test_faults_of_proxy_and_loggers,
     test_faults_of_trainer_steps,
+    test_rollout_workers,
 )
 from tests.areal_fixes.slots import Engine, dump, handler, load
 from tests.areal_fixes.test_slurm_scheduler import SPEC, sbatch_script, slurm_config
@@ -53,7 +54,11 @@ pytestmark = pytest.mark.timeout(120)
 
 def test_every_repair_has_its_fault_here() -> None:
     prefix = "test_without_"
-    others = test_faults_of_proxy_and_loggers, test_faults_of_trainer_steps
+    others = (
+        test_faults_of_proxy_and_loggers,
+        test_faults_of_trainer_steps,
+        test_rollout_workers,
+    )
     found = {**globals(), **{k: v for x in others for k, v in vars(x).items()}}
     tested = {name for name in found if name.startswith(prefix)}
     assert tested == {prefix + repair.name.split(".")[1] for repair in REPAIRS}

@@ -12,7 +12,7 @@ from typing import Any
 from areal.api.cli_args import NameResolveConfig
 from areal.utils import name_resolve, names
 
-from areal_dta.areal_fixes.weight_sync import load_when_saved
+from areal_dta.areal_fixes.rollout_workers import load_when_saved
 
 
 def test_updates_wait_for_the_checkpoint(tmp_path: Path) -> None:

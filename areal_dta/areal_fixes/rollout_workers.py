@@ -1,6 +1,6 @@
-"""What a rollout worker does for every request to its servers, done once or at once.
+"""What rollout workers do anew for every request, or find out too late.
 
-A small model answers within milliseconds, of which these took the greater part.
+Where a small model answers within milliseconds, these take longer than the model.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from contextvars import ContextVar
 from typing import Any, Final
 
 import aiohttp
-from areal.infra import RemoteInfEngine, remote_inf_engine
+from areal.infra import RemoteInfEngine, RolloutController, remote_inf_engine
 from areal.infra.utils.concurrent import register_loop_cleanup
-from areal.utils import pkg_version
+from areal.utils import name_resolve, names, pkg_version
 
 #: How long a connection without a request stays open. Servers must keep it for longer:
 #: one that closes it just when it is used again costs a retry.
 KEPT_SECONDS: Final = 30.0
-_POLL_SECONDS: Final = 0.02
+POLL_SECONDS: Final = 0.02
+SAVE_TIMEOUT_SECONDS: Final = 600.0
 _GENERATE: Final = "/generate"
 
 _is_paused: ContextVar[Callable[[], bool] | None] = ContextVar("paused", default=None)
@@ -83,10 +84,37 @@ class PromptlyResumed(RemoteInfEngine):
             _is_paused.reset(token)
 
 
+def load_when_saved(controller: RolloutController) -> None:
+    """Delay `update_weights_from_disk` until the checkpoint has been written.
+
+    The trainer saves a checkpoint and announces it in the name service, each rollout
+    worker waits for that entry and tells its server to load. But workers look only once
+    per second, and miss the entry by a few milliseconds nearly every time. Here the
+    controller looks first, more often, and passes the update on when the checkpoint is
+    there, so that the workers find it at their first look.
+
+    Undone by deleting the controller's own attribute of that name.
+    """
+    update = controller.update_weights_from_disk
+
+    async def update_when_saved(meta: Any) -> None:
+        config = controller.config
+        # The name's version is the one that the servers still have.
+        name = names.update_weights_from_disk(
+            config.experiment_name, config.trial_name, controller.get_version()
+        )
+        name_resolve.wait(
+            name, timeout=SAVE_TIMEOUT_SECONDS, poll_frequency=POLL_SECONDS
+        )
+        await update(meta)
+
+    controller.update_weights_from_disk = update_when_saved
+
+
 async def _wait_while(is_paused: Callable[[], bool]) -> None:
     # Without a time limit, as AReaL's own wait: whoever pauses also resumes.
     while is_paused():
-        await asyncio.sleep(_POLL_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
 
 
 def _is_interrupted(result: Any) -> bool:
