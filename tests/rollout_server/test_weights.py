@@ -42,6 +42,26 @@ def test_weights_are_replaced_in_place(name: str, tmp_path: Path) -> None:
     assert pointers == [p.data_ptr() for p in model.parameters()]
 
 
+@pytest.mark.parametrize(
+    ("name", "is_converted"),
+    [("qwen3", False), ("qwen3-tied", False), ("qwen3_moe", True)],
+)
+def test_only_what_needs_conversion_builds_a_second_model(
+    name: str, is_converted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_for_generation(name, seed=1).save_pretrained(tmp_path / "new")
+    model = model_for_generation(name)
+    built = []
+    stock = type(model).from_pretrained
+    monkeypatch.setattr(
+        type(model),
+        "from_pretrained",
+        lambda *args, **kwargs: built.append(1) or stock(*args, **kwargs),
+    )
+    weights.update_weights(model, str(tmp_path / "new"))
+    assert bool(built) == is_converted
+
+
 def test_sharded_checkpoints(tmp_path: Path) -> None:
     new = model_for_generation(seed=1)
     new.save_pretrained(tmp_path / "new", max_shard_size="20KB")
