@@ -26,6 +26,7 @@ from areal_dta.schedule.block_features import (
     FORWARD,
     KINDS,
     NUM_FEATURES,
+    SAMPLE_FLOATS,
     TRAINING,
     BlockFeatures,
     BlockSample,
@@ -137,7 +138,7 @@ class CostModel:
         """
         if not isinstance(samples, np.ndarray):
             samples = np.array([s.to_floats() for s in samples], np.float64)
-        x = np.asarray(samples, np.float64).reshape(-1, NUM_FEATURES + 2)
+        x = np.asarray(samples, np.float64).reshape(-1, SAMPLE_FLOATS)
         good = np.isfinite(x).all(1) & (x >= 0).all(1)
         good &= (x[:, NUM_FEATURES] > 0) & (x[:, :NUM_FEATURES].sum(1) > 0)
         good &= x[:, -1] < len(KINDS)

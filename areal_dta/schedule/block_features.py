@@ -42,6 +42,8 @@ class BlockFeatures:
 
 
 NUM_FEATURES = len(dataclasses.fields(BlockFeatures))
+SAMPLE_FLOATS = NUM_FEATURES + 2
+"""Numbers of a sample as it is sent: `BlockSample.to_floats`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class BlockSample:
 
 def samples_from_array(samples_N9: NDArray[np.float64]) -> list[BlockSample]:
     """Rebuild samples from stacked ``BlockSample.to_floats``."""
-    rows = np.asarray(samples_N9, np.float64).reshape(-1, NUM_FEATURES + 2)
+    rows = np.asarray(samples_N9, np.float64).reshape(-1, SAMPLE_FLOATS)
     return [
         BlockSample(BlockFeatures(*x[:NUM_FEATURES]), x[-2], KINDS[int(x[-1])])
         for x in rows.tolist()

@@ -43,6 +43,7 @@ from areal_dta.config.schema import DTAGRPOConfig, DTAPPOActorConfig, DTAPPOCrit
 from areal_dta.config.server_options import TOKEN_VARIABLE
 from areal_dta.report.logprob_gap import logprob_gap
 from areal_dta.schedule import FlopModel
+from areal_dta.schedule.block_features import SAMPLE_FLOATS
 from areal_dta.trainers.waits import WaitMeter
 from areal_dta.trainers.watched import WatchedTrainer
 
@@ -137,7 +138,8 @@ class DTATrainer(WatchedTrainer, PPOTrainer):
         now = time.monotonic()
         step_seconds, self._since = now - self._since, now
         collector, planner = hook.collector, actor.planner
-        samples = np.array(actor.take_block_samples(), np.float64).reshape(-1, 8)
+        samples = np.array(actor.take_block_samples(), np.float64)
+        samples = samples.reshape(-1, SAMPLE_FLOATS)
         if self.config.collector.refit_costs:
             planner.observe(samples)
         collector.add_seconds("meter", self._recorder.take_meter_seconds())

@@ -16,7 +16,7 @@ from areal_dta.schedule import (
     build_schedule,
     schedule_features,
 )
-from areal_dta.schedule.block_features import samples_from_array
+from areal_dta.schedule.block_features import SAMPLE_FLOATS, samples_from_array
 from tests.builders import make_tree
 
 FLOPS = FlopModel(per_token=4e7, per_pair=2e4, per_output=1.6e7)
@@ -137,6 +137,7 @@ def test_rows_in_an_array_say_the_same_as_samples():
     samples = measured(rng, blocks(rng, 30))
     samples += measured(rng, blocks(rng, 30, FORWARD), FORWARD)
     rows = np.array([s.to_floats() for s in samples])
+    assert rows.shape == (60, SAMPLE_FLOATS)
     assert samples_from_array(rows) == samples
     one, other = CostModel.from_flops(FLOPS), CostModel.from_flops(FLOPS)
     one.observe(samples)
