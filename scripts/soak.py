@@ -58,7 +58,7 @@ COMMANDS = {
 SAMPLED = ("memory MiB", "threads", "handles", "processes", "files")
 SAMPLE_SECONDS = 5.0
 WARM_UP_SECONDS = 90.0
-"""Left out of the fit after each start."""
+"""Left out of the fit after the first step of each start."""
 STALL_SECONDS = 600.0
 """A run without a step for so long, its start included, stands still."""
 END_SECONDS = 120.0
@@ -90,12 +90,23 @@ class Run:
         )
         self.marker = self._marker()
         self._num_steps, self._since = -1, time.monotonic()
+        self._first_num_steps = len(records(self.directory))
+        self._first_step: float | None = None
 
     def last_step(self) -> float:
         """Return when the last step was seen for the first time, else the start."""
         if (num_steps := len(records(self.directory))) != self._num_steps:
             self._num_steps, self._since = num_steps, time.monotonic()
         return self._since
+
+    def seconds_of_steps(self) -> float:
+        """Return the seconds since the first step of this start; 0 before it."""
+        now = time.monotonic()
+        if self._first_step is None:
+            if len(records(self.directory)) == self._first_num_steps:
+                return 0.0
+            self._first_step = now
+        return now - self._first_step
 
     def processes(self) -> list[psutil.Process]:
         return marked_processes(self.marker)
@@ -184,7 +195,8 @@ def soak(
             if run.process.poll() is not None:
                 code = run.process.returncode
                 raise RuntimeError(f"the run ended by itself, exit code {code}")
-            sample = {"stretch": len(kills), "seconds": now - start, "age": now - began}
+            sample = {"stretch": len(kills), "seconds": now - start}
+            sample["age"] = run.seconds_of_steps()
             samples.append(sample | run.sample())
             target = run.find(victim) if now - began >= 60 * kill_minutes else None
             if is_over or target is not None:  # one that still starts is waited for

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from contextvars import ContextVar
 from typing import Any, Final
 
@@ -91,7 +92,8 @@ def load_when_saved(controller: RolloutController) -> None:
     worker waits for that entry and tells its server to load. But workers look only once
     per second, and miss the entry by a few milliseconds nearly every time. Here the
     controller looks first, more often, and passes the update on when the checkpoint is
-    there, so that the workers find it at their first look.
+    there, so that the workers find it at their first look. The entry before, which
+    nobody waits for any more and AReaL leaves for ever, is deleted.
 
     Undone by deleting the controller's own attribute of that name.
     """
@@ -100,13 +102,16 @@ def load_when_saved(controller: RolloutController) -> None:
     async def update_when_saved(meta: Any) -> None:
         config = controller.config
         # The name's version is the one that the servers still have.
-        name = names.update_weights_from_disk(
-            config.experiment_name, config.trial_name, controller.get_version()
-        )
+        version = controller.get_version()
+        trial = config.experiment_name, config.trial_name
         name_resolve.wait(
-            name, timeout=SAVE_TIMEOUT_SECONDS, poll_frequency=POLL_SECONDS
+            names.update_weights_from_disk(*trial, version),
+            timeout=SAVE_TIMEOUT_SECONDS,
+            poll_frequency=POLL_SECONDS,
         )
         await update(meta)
+        with suppress(name_resolve.NameEntryNotFoundError):  # of the first update
+            name_resolve.delete(names.update_weights_from_disk(*trial, version - 1))
 
     controller.update_weights_from_disk = update_when_saved
 
