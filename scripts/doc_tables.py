@@ -287,6 +287,27 @@ def generation() -> str:
     return markdown_table([*titles.split(";"), "share of bandwidth"], rows, left=(0, 1))
 
 
+def soak() -> str:
+    """Format what the hour with faults killed, and the slopes that it fitted."""
+    data = load("soak.json")
+    killed = markdown_table(
+        ["killed", "after step", "all processes gone, s", "left behind"],
+        [
+            [k["killed"], f"{k['step']:,}", f"{k['seconds']:.1f}", k["wrong"] or "-"]
+            for k in data["kills"]
+        ],
+    )
+    fitted = markdown_table(
+        ["sum over all processes", "mean", "slope per hour", "95 % interval"],
+        [
+            [name, f"{x['mean']:,.0f}", f"{x['slope_per_hour']:+,.0f}"]
+            + [f"± {x['interval']:,.0f}"]
+            for name, x in data["slopes"].items()
+        ],
+    )
+    return f"{killed.strip()}\n\n{fitted.strip()}"
+
+
 TABLES: dict[str, Callable[..., str]] = {
     "headline": headline,
     "other-work": other_work,
@@ -301,6 +322,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "generation": generation,
     "end-to-end": end_to_end,
     "dispatch": dispatch,
+    "soak": soak,
 }
 
 
