@@ -24,12 +24,14 @@ from areal.utils.saver import Saver
 from torch.utils.data import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from areal_dta.collector.planner import BatchPlanner
 from areal_dta.config.composed import ConfigError
 from areal_dta.config.resolved import KIND_OF
 from areal_dta.config.schema import ALGORITHMS, to_structured
 from areal_dta.engine import KINDS, engine_class
 from areal_dta.engine.dense_engines import DenseEngine
 from areal_dta.engine.dta_engine import DTAEngine
+from areal_dta.schedule import TRAINING, BlockFeatures, BlockSample, FlopModel
 from areal_dta.startup.compose import compose, find_config
 from areal_dta.startup.train_process import trainer_class
 from areal_dta.trainers.ppo import DTATrainer
@@ -223,3 +225,40 @@ def test_a_full_disk_costs_a_checkpoint(tmp_path: Path, has_space: bool) -> None
     assert made == ([trainer.last_checkpoint] if has_space else [])
     if not has_space:
         assert trainer.last_checkpoint == "the one before"
+
+
+def test_measured_blocks_reach_the_planner() -> None:
+    features = BlockFeatures(1, 5, 0, 15, 4, 6, 2)
+    samples = [BlockSample(features, seconds, TRAINING) for seconds in (0.5, 0.25)]
+    planner = BatchPlanner(FlopModel(4e7, 2e4, 1.6e7))
+    total = SimpleNamespace(
+        num_sequences=1,
+        num_sequence_tokens=6,
+        num_tree_tokens=6,
+        num_pairs=21,
+        num_outputs=4,
+    )
+    hook: Any = SimpleNamespace(
+        collector=SimpleNamespace(
+            add_seconds=lambda name, seconds: None,
+            take_metrics=lambda seconds: {"collector/wait_seconds": 0.0},
+            total=total,
+        ),
+        traffic=SimpleNamespace(take_metrics=dict),
+        last_batch=None,
+    )
+    trainer: Any = SimpleNamespace(
+        _since=0.0,
+        config=SimpleNamespace(collector=SimpleNamespace(refit_costs=True)),
+        _recorder=SimpleNamespace(take_meter_seconds=lambda: 0.0),
+        critic=None,
+        ref=None,
+    )
+    for sent in (samples, []):
+        actor: Any = SimpleNamespace(
+            planner=planner,
+            take_block_samples=lambda: [list(s.to_floats()) for s in sent],  # noqa: B023
+        )
+        stats = DTATrainer._collector_stats(trainer, hook, actor)
+        assert stats["plan/measured_blocks"] == 2
+        assert stats["plan/executor_seconds"] == sum(s.seconds for s in sent)
