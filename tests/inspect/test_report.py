@@ -87,7 +87,7 @@ def test_table_fits_80_columns(
     [
         (["missing.jsonl"], "no such file"),
         (["{file}", "--model", "nonsense=3"], "expected NAME=NUMBER"),
-        (["{file}", "--model", "hidden=64"], "num_attention_heads"),
+        (["{file}", "--model", "hidden=64"], "num_hidden_layers"),
         (["{file}", "--model", "{file}"], "not a model's config"),
         (["{file}", "--memory", "-1"], "--memory -1"),
         (["{file}", "--ranks", "0"], "--ranks 0"),
